@@ -1,0 +1,1 @@
+"""Gymnasium environments; importing this package registers them."""

@@ -1,0 +1,1 @@
+"""Policies: adapters and networks, found by name through entry points."""

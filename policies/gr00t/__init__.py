@@ -1,0 +1,1 @@
+"""GR00T N1.7: from checkpoint to robot actions."""

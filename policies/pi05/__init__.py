@@ -1,0 +1,1 @@
+"""pi0.5: from checkpoint to robot actions."""

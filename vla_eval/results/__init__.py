@@ -1,0 +1,1 @@
+"""Reading: what a run folder says, as rates, tables, pages and datasets."""

@@ -1,0 +1,1 @@
+"""Doing: one episode, all episodes, what crosses between processes, and what is recorded."""
