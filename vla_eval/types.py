@@ -209,6 +209,15 @@ class RunManifest:
     hardware: Mapping[str, str]  # cpu, gpu, renderer
 
 
+class Check(NamedTuple):
+    """One line of `vla-eval doctor`. A module that registers environments may offer `checks() -> list[Check]`."""
+
+    name: str
+    state: Literal["pass", "fail", "absent"]  # absent: not there, and needed only for some work
+    found: str
+    mend: str = ""  # the command or step that mends it
+
+
 class TensorSpec(NamedTuple):
     """One input or output of an engine; a dynamic axis is (min, opt, max)."""
 
