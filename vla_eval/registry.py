@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -32,13 +33,32 @@ def load_tasks(name: str) -> list[Task]:
 
     Raises BadRequest, with the near miss, for an unknown suite or protocol.
     """
-    suite, _, protocol = name.partition("@")
+    suite, at, protocol = name.partition("@")
+    if at and not protocol:
+        raise BadRequest(f"{name!r} names no protocol after '@'; leave the '@' out for the default one")
     tasks = _all_tasks(suite)
-    protocols = list(dict.fromkeys(task.suite for task in tasks))
-    wanted = f"{suite}@{protocol}" if protocol else protocols[0]
-    if wanted not in protocols:
-        raise BadRequest(unknown("protocol", protocol, [p.partition("@")[2] for p in protocols], f"of suite {suite!r}"))
+    known = list(dict.fromkeys(task.suite for task in tasks))
+    wanted = f"{suite}@{protocol}" if protocol else known[0]
+    if wanted not in known:
+        raise BadRequest(unknown("protocol", protocol, [name.partition("@")[2] for name in known], f"of suite {suite!r}"))
     return [task for task in tasks if task.suite == wanted]
+
+
+def select_tasks(spec: str, protocol: str | None = None) -> list[Task]:
+    """The tasks that "libero_10", "libero_10/3" or "libero_10@gr00t/0-4,7" means, in the suite's order; `protocol` stands for the suffix.
+
+    Raises BadRequest, in one sentence, for unknown names, for indices that the suite lacks, and for two protocols that disagree.
+    """
+    name, slash, wanted = spec.partition("/")
+    suite, at, suffix = name.partition("@")
+    if at and protocol and suffix != protocol:
+        raise BadRequest(f"{spec!r} asks for protocol {suffix!r} and --protocol for {protocol!r}; say it once")
+    tasks = load_tasks(f"{suite}@{protocol}" if protocol else name)
+    if not slash:
+        return tasks
+    known = sorted(task.index for task in tasks)
+    chosen = [index for part in wanted.split(",") for index in _indices(part, spec, known, tasks[0].suite)]
+    return [task for task in tasks if task.index in chosen]
 
 
 def names(group: str) -> list[str]:
@@ -48,7 +68,12 @@ def names(group: str) -> list[str]:
 
 def suites() -> dict[str, list[str]]:
     """Suite -> its protocols' full names, the default first; imports no simulator."""
-    return {suite: list(dict.fromkeys(task.suite for task in _all_tasks(suite))) for suite in names(TASKS)}
+    return {suite: protocols(suite) for suite in names(TASKS)}
+
+
+def protocols(suite: str) -> list[str]:
+    """The full names of a suite's protocols, the default first."""
+    return list(dict.fromkeys(task.suite for task in _all_tasks(suite)))
 
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
@@ -71,6 +96,19 @@ def check_options(what: str, function: Callable[..., Any], options: dict[str, An
     missing = [p.name for p in parameters if p.default is p.empty and p.name in accepted and p.name not in options]
     if missing:
         raise BadRequest(f"{what} needs --option {missing[0]}=VALUE")
+
+
+def _indices(part: str, spec: str, known: list[int], suite: str) -> range:
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
+    if not found:
+        raise BadRequest(f"{spec!r}: {part!r} is neither an index nor a range; write, say, {suite}/3 or {suite}/0-4,7")
+    first, last = int(found[1]), int(found[2] or found[1])
+    if first > last:
+        raise BadRequest(f"{spec!r}: the range {part!r} runs backwards; write {last}-{first}")
+    for index in (first, last):
+        if index not in known:
+            raise BadRequest(f"{spec!r}: {suite} has no task {index}; its {len(known)} tasks are {known[0]} to {known[-1]}")
+    return range(first, last + 1)
 
 
 def _all_tasks(suite: str) -> Sequence[Task]:
@@ -96,7 +134,7 @@ def _load(group: str, name: str) -> Any:
 def _import(kind: str, point: EntryPoint) -> Any:
     try:
         return point.load()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, NameError, SyntaxError, OSError, RuntimeError, TypeError, ValueError) as error:
         owner = point.dist.name if point.dist else "unknown distribution"
         raise VlaEvalError(
             f"{kind} {point.name!r} of {owner} cannot be imported ({point.value}): {type(error).__name__}: {error}. "
