@@ -68,6 +68,7 @@ class Privileged(TypedDict):
     """Simulator truth, for policies whose `needs.privileged` says so. World frame; a pose is [7]: xyz m, quaternion x y z w."""
 
     goal: Sequence[tuple[str, ...]]  # ("on", "bowl", "plate"): every conjunct, predicate first, lower case
+    holds: Sequence[bool]  # which conjuncts are true now, in the goal's order
     poses: dict[str, Vector]  # [7] of every object, fixture and moving part a goal or a grasp can name
     joints: dict[str, Vector]  # [10] of articulated parts: q, axis xyz, anchor xyz m, lower, upper, 1 = hinge / 0 = slide
     regions: dict[str, Vector]  # boxes [10]: pose, half-sizes m
@@ -207,6 +208,7 @@ class RunManifest:
     versions: Mapping[str, str]  # python, numpy, mujoco, robosuite, …
     revision: Mapping[str, Any]  # of vla-eval: version, commit, dirty
     hardware: Mapping[str, str]  # cpu, gpu, renderer
+    stop: Mapping[str, Any] | None = None  # the rule of --stop-when; the ledger is then shuffled by the seed
 
 
 class Check(NamedTuple):

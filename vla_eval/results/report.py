@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..types import BadRequest, EpisodeRecord
 from .folder import RunFolder
+from .sequential import anytime_interval, finished_prefix, stopped
 from .stats import Interval, Percentiles, Rate, clustered, macro, percentiles, rate
 
 CONTROL_HZ = 20.0  # of LIBERO, where a protocol does not say its own
@@ -57,6 +58,9 @@ class Report:
     error: int
     rate: Rate
     clustered: Interval | None  # of `rate`, when episodes of one task resemble each other
+    anytime: Interval | None  # of `rate`, in place of all others, if a stop rule looked at the outcomes while they came
+    rule: str | None  # that rule
+    not_counted: int  # episodes beyond where the rule stopped the run: stored, in no number here
     macro: float | None
     tasks: Sequence[TaskResult]
     latency: Latency | None
@@ -81,7 +85,10 @@ class Report:
             "success": self.success,
             "failure": self.failure,
             "error": self.error,
-            "rate": rate_json(self.rate) | {"clustered": self.clustered and list(self.clustered)},
+            "rate": rate_json(self.rate)
+            | {name: found and list(found) for name, found in (("clustered", self.clustered), ("anytime", self.anytime))},
+            "rule": self.rule,
+            "not_counted": self.not_counted,
             "macro": {"value": self.macro, "tasks": len(self.tasks)},
             "tasks": [
                 {"task": line.task, "rate": rate_json(line.rate), "error": line.error, "missing": line.missing} for line in self.tasks
@@ -96,8 +103,9 @@ class Report:
             f"# {_cell(self.suite)}, {_cell(self.policy)}" + ("" if self.complete else " (INCOMPLETE)"),
             "",
             f"Run `{self.run}`, bundle {self.bundle or 'none'}, backend {_cell(self.backend)}, replan {self.replan}, seed {self.seed}.",
-            *(f"**{note}**" for note in self.notes),
             "",
+            *(f"* {_cell(note)}" for note in self.notes),
+            *([""] if self.notes else []),
         ]
         rows = [(line.task, line.rate, line.error, line.missing) for line in self.tasks]
         total = ("all episodes (micro)", self.rate, self.error, self.planned - self.success - self.failure - self.error)
@@ -109,27 +117,48 @@ class Report:
                 for name, r, error, missing in [*rows, total]
             ),
             "",
-            f"Suite rate {percent(self.rate.value)} of n = {self.rate.n}, clustered by task {between(self.clustered)}; "
-            f"mean of {len(self.tasks)} task rates (macro) {percent(self.macro)}.",
+            f"Suite rate {percent(self.rate.value)} of n = {self.rate.n}, "
+            + (f"anytime {between(self.anytime)}; " if self.anytime else f"clustered by task {between(self.clustered)}; ")
+            + f"mean of {len(self.tasks)} task rates (macro) {percent(self.macro)}.",
         ]
         return "\n".join(head + lines + _latency_lines(self.latency)) + "\n"
 
 
 def report(folder: RunFolder) -> Report:
-    """Read a run folder. A run without a single record is reported as what it is: nothing played."""
+    """Read a run folder. A run without a single record is reported as what it is: nothing played.
+
+    Where a stop rule ended the run, only the episodes up to there count, whatever was finished out of order.
+    """
     manifest, records = folder.manifest, folder.records()
-    tasks = task_results(records, manifest.ledger)
+    end = stopped(folder)
+    ledger = manifest.ledger[: end.n] if end else manifest.ledger
+    planned = set(ledger)
+    stored, records = len(records), [record for record in records if (record.task, record.trial) in planned]
+    tasks = task_results(records, ledger)
     outcomes = Counter(record.outcome for record in records)
     played = rate(outcomes["success"], outcomes["success"] + outcomes["failure"])
     counts = [(line.rate.k, line.rate.n) for line in tasks]
+    anytime = None
+    if manifest.stop:  # fixed-n intervals mean nothing once the outcomes have had a say in n
+        prefix = finished_prefix(records, ledger)
+        anytime = anytime_interval(sum(record.outcome == "success" for record in prefix), len(prefix))
+        played = _without_intervals(played)
+        tasks = [replace(line, rate=_without_intervals(line.rate)) for line in tasks]
     latency, unread = run_latency(folder, records)
     missing = sum(line.missing for line in tasks)
     notes = []
     if missing or outcomes["error"]:
         notes.append(
-            f"Incomplete: of {len(manifest.ledger)} episodes {missing} not played and {outcomes['error']} ended in an error; "
+            f"Incomplete: of {len(ledger)} episodes {missing} not played and {outcomes['error']} ended in an error; "
             f"vla-eval run --resume {folder.path} plays them."
         )
+    if end:
+        notes.append(
+            f"Stopped by its rule after {end.n} of {len(manifest.ledger)} episodes ({end.why}); "
+            f"{stored - len(records)} later ones are stored and not counted. Not ranked against runs of a fixed length."
+        )
+    elif manifest.stop:
+        notes.append(f"Played under the stop rule {manifest.stop['rule']}, which was not met. Not ranked against runs of a fixed length.")
     if manifest.privileged:
         notes.append("The policy used privileged simulator state: not comparable with policies that did without.")
     if unread:
@@ -145,18 +174,25 @@ def report(folder: RunFolder) -> Report:
         seed=manifest.seed,
         trials=manifest.trials,
         protocol=manifest.protocol,
-        complete=folder.complete,
-        planned=len(manifest.ledger),
+        complete=not missing and not outcomes["error"],
+        planned=len(ledger),
         success=outcomes["success"],
         failure=outcomes["failure"],
         error=outcomes["error"],
         rate=played,
-        clustered=clustered(counts),
+        clustered=None if manifest.stop else clustered(counts),
+        anytime=anytime,
+        rule=str(manifest.stop["rule"]) if manifest.stop else None,
+        not_counted=stored - len(records),
         macro=macro(counts),
         tasks=tasks,
         latency=latency,
         notes=notes,
     )
+
+
+def _without_intervals(found: Rate) -> Rate:
+    return replace(found, wilson=None, exact=None)
 
 
 def task_results(records: Iterable[EpisodeRecord], ledger: Sequence[tuple[str, int]]) -> list[TaskResult]:
