@@ -1,0 +1,1 @@
+"""A stranger's package: it imports what vla-eval documents and nothing else."""
