@@ -9,7 +9,7 @@ import string
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -65,7 +65,7 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
     Raises BadRequest for a suite, task, number or machine that will not do, before anything is built.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {
+    metadata: dict[str, Any] = {  # noqa: RUF012 - gymnasium declares it so
         "render_modes": [],
         "render_fps": CONTROL_HZ,
         "interface": interface(),
@@ -327,7 +327,7 @@ class _Grip(NamedTuple):
         first, second = data.contact.geom.T
         for geom, other in ((first, second), (second, first)):
             touched[self.owner[geom], self.pad[other]] |= self.owner[geom] >= 0
-        return dict(zip(self.names, touched[:, 1:].all(axis=1).tolist(), strict=True))
+        return {name: bool(left and right) for name, (_, left, right) in zip(self.names, touched, strict=True)}
 
 
 class _Drawer:
@@ -454,7 +454,7 @@ def _executed(action: Vector) -> NDArray[np.float32]:
 
 
 def _space(instruction: str, size: int | None) -> spaces.Space[Any]:
-    state = {key: spaces.Box(-bound, bound, (n,), np.float64) for key, (n, bound) in STATE_BOUNDS.items()}
+    state: dict[str, spaces.Space[Any]] = {key: spaces.Box(-bound, bound, (n,), np.float64) for key, (n, bound) in STATE_BOUNDS.items()}
     fields: dict[str, spaces.Space[Any]] = {
         "state": spaces.Dict(state),
         "instruction": spaces.Text(max_length=max(256, len(instruction)), charset=string.printable),

@@ -92,6 +92,7 @@ class Info(TypedDict):
     is_success: bool
     predicates: dict[str, bool]  # each conjunct of the goal, by its text "on(bowl, plate)"
     ended: NotRequired[Literal["success", "cap"]]  # when terminated or truncated
+    action: NotRequired[Vector]  # after a step: what was executed, if the environment changed what it was given (clamped)
     objects: NotRequired[dict[str, Vector]]  # [7] poses of movable objects
     held: NotRequired[dict[str, bool]]  # object -> between both fingers
     fixtures: NotRequired[dict[str, Vector]]  # at reset: [7] body poses (xyz, quaternion w x y z as MuJoCo stores it) that reset moved
