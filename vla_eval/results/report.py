@@ -100,11 +100,11 @@ class Report:
     def markdown(self) -> str:
         """For a person, a pull request or a wiki."""
         head = [
-            f"# {_cell(self.suite)}, {_cell(self.policy)}" + ("" if self.complete else " (INCOMPLETE)"),
+            f"# {cell(self.suite)}, {cell(self.policy)}" + ("" if self.complete else " (INCOMPLETE)"),
             "",
-            f"Run `{self.run}`, bundle {self.bundle or 'none'}, backend {_cell(self.backend)}, replan {self.replan}, seed {self.seed}.",
+            f"Run `{self.run}`, bundle {self.bundle or 'none'}, backend {cell(self.backend)}, replan {self.replan}, seed {self.seed}.",
             "",
-            *(f"* {_cell(note)}" for note in self.notes),
+            *(f"* {cell(note)}" for note in self.notes),
             *([""] if self.notes else []),
         ]
         rows = [(line.task, line.rate, line.error, line.missing) for line in self.tasks]
@@ -113,7 +113,7 @@ class Report:
             "| task | k/n | success | 95 % Wilson | 95 % exact | errors | not played |",
             "|---|---:|---:|---:|---:|---:|---:|",
             *(
-                f"| {_cell(name)} | {r.k}/{r.n} | {percent(r.value)} | {between(r.wilson)} | {between(r.exact)} | {error} | {missing} |"
+                f"| {cell(name)} | {r.k}/{r.n} | {percent(r.value)} | {between(r.wilson)} | {between(r.exact)} | {error} | {missing} |"
                 for name, r, error, missing in [*rows, total]
             ),
             "",
@@ -275,7 +275,7 @@ def _latency_lines(latency: Latency | None) -> list[str]:
         "| latency, ms | n | p50 | p90 | p99 |",
         "|---|---:|---:|---:|---:|",
         *(
-            f"| {_cell(stage)} | {found.n} | {1e3 * found.p50:.2f} | {1e3 * found.p90:.2f} | {1e3 * found.p99:.2f} |"
+            f"| {cell(stage)} | {found.n} | {1e3 * found.p50:.2f} | {1e3 * found.p90:.2f} | {1e3 * found.p99:.2f} |"
             for stage, found in latency.stages.items()
         ),
         "",
@@ -283,6 +283,6 @@ def _latency_lines(latency: Latency | None) -> list[str]:
     ]
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
     """Text inside a Markdown table or heading, where a pipe, a line end or a tag would be more than text."""
     return " ".join(str(text).split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
