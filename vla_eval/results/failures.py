@@ -68,9 +68,10 @@ def sort(episode: Episode, control_hz: float = CONTROL_HZ) -> Bin:
     progressing = np.linalg.norm(recent[-1] - recent[0], axis=-1) >= PROGRESS_M  # [K]
     moved = np.linalg.norm(place - place[0], axis=-1).max(axis=0) >= MOVED_M
     ever_held = held.any(axis=0)
-    if np.any(targets & held[-1] & progressing):
+    held_now = held[-3:].any(axis=0)  # contact flickers
+    if np.any(targets & held_now & progressing):
         return Bin.SLOW
-    if np.any(targets & held[-1]):
+    if np.any(targets & held_now):
         return Bin.NOT_PLACED
     if np.any(targets & ever_held):
         return Bin.LOST
