@@ -6,14 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from ..types import BadRequest, ContractMismatch, TensorSpec, Vector
+from ..types import TensorSpec, Vector
 
 CONTRACT_VERSION = 1
 Frontend = Literal["onnx", "direct"]  # which pen drew the graphs
