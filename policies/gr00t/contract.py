@@ -20,6 +20,14 @@ log = logging.getLogger(__name__)
 VERSION = 1  # of policy.json's layout
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")  # sub-folders of released checkpoints
 
+# Qwen3-VL's picture packing. The network's shapes follow from it, and the backbone's files must state the same.
+PATCH, FRAMES, MERGE = 16, 2, 2
+LEAST_PIXELS, MOST_PIXELS = 65536, 16777216
+_PACKING = {
+    "patch_size": PATCH, "temporal_patch_size": FRAMES, "merge_size": MERGE,
+    "size": {"shortest_edge": LEAST_PIXELS, "longest_edge": MOST_PIXELS}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+}  # fmt: skip
+
 # Names of the family's own enumeration whose tag is spelt differently; the slot always comes from the checkpoint's file.
 ALIASES = {
     "libero_panda": "libero_sim",
@@ -367,6 +375,7 @@ def _prompt(folder: Path, views: int, formalize: bool) -> dict[str, Any]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     template, file = _chat_template(folder)
+    _check_packing(folder / "preprocessor_config.json")
     pieces = _read(folder / "tokenizer.json").get("added_tokens", [])
     place = "<|image_pad|>"  # stands for one picture here, for its 64 tokens later
     if not any(isinstance(piece, dict) and piece.get("content") == place for piece in pieces):
@@ -387,6 +396,17 @@ def _prompt(folder: Path, views: int, formalize: bool) -> dict[str, Any]:
             "use the tokenizer files of Qwen3-VL"
         )
     return {"before": parts[0], "after": parts[1], "image_token": place, "formalize": formalize}
+
+
+def _check_packing(file: Path) -> None:
+    if not file.is_file():
+        return  # the shapes of the checkpoint's own tensors say the same
+    config = _read(file)
+    for key, wanted in _PACKING.items():
+        if key in config and config[key] != wanted:
+            raise BadRequest(
+                f"{file}.{key} is {config[key]!r}, but GR00T's pictures are packed with {wanted!r}; use the files of Qwen3-VL-2B-Instruct"
+            )
 
 
 def _chat_template(folder: Path) -> tuple[str, Path]:

@@ -16,11 +16,8 @@ from numpy.typing import NDArray
 from vla_eval.images import crop_centre, pad_to_square, stretch_antialiased, stretch_antialiased_float, stretch_area
 from vla_eval.types import BadRequest, Image, InvalidObservation, Vector
 
-from .contract import Contract, Group, Pictures, Prompt
+from .contract import FRAMES, LEAST_PIXELS, MERGE, MOST_PIXELS, PATCH, Contract, Group, Pictures, Prompt
 
-# Qwen3-VL's picture packing; the backbone's own files state the same numbers, and `check_packing` holds them to it.
-PATCH, FRAMES, MERGE = 16, 2, 2
-LEAST_PIXELS, MOST_PIXELS = 65536, 16777216
 _HALF = np.float32(127.5)  # x / 255 to (x - 0.5) / 0.5, in one step
 
 

@@ -1,0 +1,128 @@
+"""GR00T as a robot sees it: an observation in, a chunk of actions in robot units out. B robots, T steps, D numbers of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.engines.bundle import Bundle, open_bundle
+from vla_eval.types import ContractMismatch, InvalidObservation, Vector
+
+from ..flow import draw_noise
+from .contract import MERGE, Contract, load
+from .processor import Tokens, decode_chunk, encode_state, pack, see, seen_grid
+from .runtime import Gr00tRuntime, Inputs
+
+
+class Gr00tPolicy:
+    """Host code only: everything that policy.json describes, around a runtime that knows none of it."""
+
+    def __init__(self, contract: Contract, tokens: Tokens, runtime: Gr00tRuntime) -> None:
+        """Raises ContractMismatch where the contract's numbers are not the engines'."""
+        for what, said, built in (
+            ("action.model_horizon", contract.model_horizon, runtime.horizon),
+            ("action.width", contract.action_width, runtime.width),
+            ("state.width", contract.state_width, runtime.state_width),
+            ("the token of a picture", tokens.image_token, runtime.layout.image_token),
+        ):
+            if said != built:
+                raise ContractMismatch(
+                    f"{what} is {said} in policy.json and tokenizer, {built} in the engines; export the checkpoint again"
+                )
+        self.contract = contract
+        self.runtime = runtime
+        self._tokens = tokens
+        self._grid = seen_grid(contract.pictures)
+
+    def infer(self, observation: Mapping[str, Any], *, noise: Vector | None = None, seed: int = 0) -> dict[str, NDArray[np.float32]]:
+        """`action.<group>` [B, T, D] in robot units, and `chunk_normalized` [B, 40, 132] as the network left it.
+
+        The observation is flat: `video.<camera>` [B, 1, H, W, 3] uint8, `state.<group>` [B, 1, D] float32, and the instruction under
+        the contract's language key, one text for all or a sequence of B. Row b starts from `noise[b]` [40, 132], or from numbers
+        drawn from seed + b. Raises InvalidObservation, naming the key, before any engine runs.
+        """
+        rows = self.rows(observation)
+        starts = self._starts(noise, seed, len(rows))
+        answers = self.runtime([Inputs(*row, start) for row, start in zip(rows, starts, strict=True)])
+        chunk = np.stack([answer.chunk for answer in answers])
+        return {**{f"action.{key}": actions for key, actions in decode_chunk(self.contract, chunk).items()}, "chunk_normalized": chunk}
+
+    def rows(
+        self, observation: Mapping[str, Any]
+    ) -> list[tuple[NDArray[np.float32], tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
+        """Each robot's patches, their grid, token ids and encoded state: `Inputs` but for the noise."""
+        contract, batch = self.contract, self._check(observation)
+        texts = _texts(observation[contract.language_key], contract.language_key, batch)
+        rows = []
+        for b in range(batch):
+            pictures = [see(observation[f"video.{camera}"][b, 0], contract.pictures) for camera in contract.cameras]
+            state = encode_state(contract, {group.key: observation[f"state.{group.key}"][b, 0] for group in contract.state})
+            rows.append((pack(pictures), self._grid, self._tokens.ids(texts[b]), state))
+        return rows
+
+    def _starts(self, noise: Vector | None, seed: int, batch: int) -> list[NDArray[np.float32]]:
+        horizon, width = self.contract.model_horizon, self.contract.action_width
+        if noise is None:
+            return [draw_noise(seed + b, horizon, width) for b in range(batch)]
+        if noise.shape not in {(batch, horizon, width), *([(horizon, width)] if batch == 1 else [])} or noise.dtype != np.float32:
+            raise InvalidObservation(f"noise is {noise.dtype} {list(noise.shape)}, wanted float32 {[batch, horizon, width]}")
+        return list(noise.reshape(batch, horizon, width))
+
+    def _check(self, observation: Mapping[str, Any]) -> int:
+        """The number of robots, if every key is there, known, and of the dtype and shape that the contract says."""
+        contract = self.contract
+        wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {
+            **{f"video.{camera}": ("uint8", ("B", 1, "H", "W", 3)) for camera in contract.cameras},
+            **{f"state.{group.key}": ("float32", ("B", 1, group.dim)) for group in contract.state},
+        }
+        known = {*wanted, contract.language_key}
+        if missing := known - set(observation):
+            raise InvalidObservation(
+                f"the observation lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(observation)) or 'nothing'}"
+            )
+        if unknown := set(observation) - known:
+            raise InvalidObservation(
+                f"the observation has {', '.join(sorted(unknown))}, which this policy does not take; it takes {', '.join(sorted(known))}"
+            )
+        batch = 0
+        for key, (dtype, shape) in wanted.items():
+            value = observation[key]
+            has = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+            fits = (
+                isinstance(value, np.ndarray)
+                and value.dtype == dtype
+                and value.ndim == len(shape)
+                and all(n == m if isinstance(m, int) else n > 0 for n, m in zip(value.shape, shape, strict=True))
+            )
+            if not fits or value.shape[0] != (batch := batch or int(value.shape[0])):
+                told = f"{dtype} [{', '.join(map(str, shape))}]" + (f" with B = {batch}" if batch else "")
+                raise InvalidObservation(f"{key} is {has}, wanted {told}")
+            if dtype == "float32" and not np.isfinite(value).all():
+                raise InvalidObservation(f"{key} holds NaN or infinity")
+        return batch
+
+
+def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None) -> Gr00tPolicy:
+    """The policy of a bundle, its engines loaded. Raises BadRequest or ContractMismatch, in one sentence, for one that does not hold."""
+    bundle = path if isinstance(path, Bundle) else open_bundle(path)
+    if bundle.model != "gr00t":
+        raise ContractMismatch(f"{bundle.path} is a bundle of {bundle.model!r}, not of 'gr00t'; load it with that policy")
+    contract = load(bundle.path / "action" / "policy.json")
+    rows, columns = seen_grid(contract.pictures)
+    tokens = Tokens(bundle.path / "tokenizer", contract.prompt, rows * columns // MERGE**2)
+    return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps))
+
+
+def _texts(value: Any, key: str, batch: int) -> Sequence[str]:
+    """B instructions, none of them blank."""
+    texts = [value] * batch if isinstance(value, str) else [str(text) for text in np.asarray(value, dtype=np.str_).ravel()]
+    if len(texts) != batch:
+        raise InvalidObservation(f"{key} holds {len(texts)} instructions for {batch} robots")
+    for text in texts:
+        if not any(character.isalnum() for character in text):
+            raise InvalidObservation(f"{key} is {text!r}; every observation needs an instruction in words")
+    return texts

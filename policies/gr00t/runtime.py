@@ -1,0 +1,206 @@
+"""Canonical tensors to a normalised chunk: order, buffers and the denoise loop. B rows, V views, P patches a view, S tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.engines.bundle import Bundle
+from vla_eval.engines.engine import Engine, Tensor, load_engine, to_host
+from vla_eval.types import BadRequest, ContractMismatch, InvalidObservation, TensorSpec, Vector, VlaEvalError
+
+from ..flow import Stopwatch, full_batches, integrate
+from .contract import MERGE
+from .processor import Layout, position_ids, positions, text_rotary, vision_tables
+
+COMPONENTS = ("visual", "vl_backbone", "action")
+DEEPSTACK = 3  # features of earlier vision blocks, added to the outputs of the first text layers
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """One row: what the network sees, with nothing of the robot left in it."""
+
+    patches: NDArray[np.float32]  # [V·P, 1536]
+    grid: tuple[int, int]  # rows and columns of patches in a view
+    token_ids: NDArray[np.int64]  # [S]
+    state: NDArray[np.float32]  # [1, 132]
+    noise: NDArray[np.float32]  # [40, 132]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of one row."""
+
+    chunk: NDArray[np.float32]  # [40, 132], normalised
+    seconds: Mapping[str, float]  # of the whole batch it was in
+
+
+class Gr00tRuntime:
+    """The three engines of a bundle and the loop around them. Knows no camera, no robot and no embodiment; not thread-safe."""
+
+    def __init__(
+        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, engines: Mapping[str, Engine] | None = None
+    ) -> None:
+        """`steps` picks one of the exported denoise tables, by default the first; `engines` replaces loading them.
+
+        Raises BadRequest for a number of steps without a table, ContractMismatch for engines that do not fit together.
+        """
+        exported = [int(n) for n in bundle.options["steps"]]
+        self.steps = exported[0] if steps is None else steps
+        if self.steps not in exported:
+            told = ",".join(str(n) for n in sorted({*exported, self.steps}))
+            raise BadRequest(
+                f"{bundle.path} has tables for {' and '.join(map(str, exported))} denoise steps, not for {self.steps}; "
+                f"make them with `vla-eval export --model gr00t --checkpoint DIR --out DIR --steps {told}`"
+            )
+        self.layout = Layout.of(bundle.options["geometry"])
+        self.batch = int(bundle.options["batch"])
+        action = bundle.component("action")
+        self._modulation = action.tensors(f"adanorm_modulation.{self.steps}.safetensors")["adanorm_modulation"]
+        self._time_bias = action.tensors(f"action_time_bias.{self.steps}.safetensors")["action_time_bias"]
+        (self._embedding,) = bundle.component("vl_backbone").tensors("embed_tokens.safetensors").values()
+        self._engines = {name: load_engine(bundle.component(name), backend) for name in COMPONENTS} if engines is None else dict(engines)
+        self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self._engines.items()}
+        embeds = self._spec("vl_backbone", "inputs_embeds")
+        self.hidden = _most(embeds.shape[2])
+        self.most_tokens = _most(embeds.shape[1])
+        noise = self._spec("action", "noise_trajectory")
+        self.horizon, self.width = _most(noise.shape[1]), _most(noise.shape[2])
+        self.state_width = _most(self._spec("action", "state").shape[2])
+        self._buffers = [np.empty(0, np.dtype(embeds.dtype)) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
+
+    def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:
+        """A chunk for each row. Rows of one length share a batch, short batches are filled with copies.
+
+        Raises InvalidObservation, before any engine runs, for a row that the network cannot answer.
+        """
+        for row in rows:
+            self._check(row)
+        answers: dict[int, Answer] = {}
+        for batch in full_batches([(row.token_ids.size, row.patches.shape, row.grid) for row in rows], self.batch):
+            chunks, seconds = self._run([rows[i] for i in batch.rows])
+            for place, i in enumerate(batch.rows[: batch.real]):
+                answers[i] = Answer(chunks[place], seconds)
+        return [answers[i] for i in range(len(rows))]
+
+    def _run(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], Mapping[str, float]]:
+        watch = Stopwatch()
+        with watch.stage("visual"):
+            features = self._visual(rows)
+        with watch.stage("prefill"):
+            context = self._prefill(rows, features)
+        with watch.stage("denoise"):
+            chunks = self._denoise(rows, context)
+        if not np.isfinite(chunks).all():
+            raise VlaEvalError(
+                f"the network gave NaN or infinity after {self.steps} denoise steps; "
+                "compare the bundle with `vla-eval verify`, and export it in fp32 or bf16 if it is fp16"
+            )
+        return chunks, watch.seconds
+
+    def _visual(self, rows: Sequence[Inputs]) -> list[Vector]:
+        """The merged features [B·V·P/4, hidden] and the DeepStack features, of the same shape each."""
+        views = len(rows) * (rows[0].patches.shape[0] // (rows[0].grid[0] * rows[0].grid[1]))
+        tables = vision_tables(self.layout, views, rows[0].grid)
+        outputs = self._call(
+            "visual",
+            input=np.concatenate([row.patches for row in rows]),
+            rotary_pos_emb=tables.rotary,
+            cu_seqlens=tables.cu_seqlens,
+            fast_pos_embed_idx=tables.position_index,
+            fast_pos_embed_weight=tables.position_weight,
+        )
+        return [to_host(outputs[name]) for name in ("output", *(f"deepstack_features_{i}" for i in range(DEEPSTACK)))]
+
+    def _prefill(self, rows: Sequence[Inputs], features: Sequence[Vector]) -> dict[str, Tensor]:
+        """Cross-attention keys and values, and the two masks: everything that stays bound during the loop."""
+        ids = np.stack([row.token_ids for row in rows])  # [B, S]
+        image = ids == self.layout.image_token
+        embeds, *deepstack = (self._buffer(i, ids.shape) for i in range(1 + DEEPSTACK))
+        embeds[:] = self._embedding[ids]
+        embeds[image] = features[0]
+        for into, feature in zip(deepstack, features[1:], strict=True):
+            into[:] = 0  # the graph adds the whole tensor: what an earlier request left behind would be added to text tokens
+            into[image] = feature
+        rotary = np.stack([text_rotary(self.layout, positions(row.token_ids, self.layout.image_token, row.grid)) for row in rows])
+        outputs = self._call(
+            "vl_backbone",
+            inputs_embeds=embeds,
+            rope_rotary_cos_sin=rotary,
+            attention_pos_id=position_ids(*ids.shape),
+            **{f"deepstack_embeds_{i}": tensor for i, tensor in enumerate(deepstack)},
+        )
+        return {**outputs, "text_attention_mask": ~image[:, None, None, :], "image_attention_mask": image[:, None, None, :]}
+
+    def _denoise(self, rows: Sequence[Inputs], context: Mapping[str, Tensor]) -> NDArray[np.float32]:
+        state = np.stack([row.state for row in rows])
+
+        def velocity(step: int, x: NDArray[np.float32]) -> Tensor:
+            modulation, bias = self._modulation[step], self._time_bias[step]
+            return self._call("action", noise_trajectory=x, state=state, adanorm_modulation=modulation, action_time_bias=bias, **context)[
+                "velocity"
+            ]
+
+        return integrate(velocity, np.stack([row.noise for row in rows]), self.steps, 1.0 / self.steps)  # time runs from noise to data
+
+    def _call(self, component: str, **tensors: Tensor) -> dict[str, Tensor]:
+        specs = self._specs[component]
+        if set(specs) != set(tensors):
+            raise ContractMismatch(
+                f"component {component!r} takes {', '.join(sorted(specs))}; this runtime offers {', '.join(sorted(tensors))}. "
+                "Export the checkpoint again with this version"
+            )
+        return self._engines[component](**{name: _cast(tensor, specs[name]) for name, tensor in tensors.items()})
+
+    def _buffer(self, which: int, shape: tuple[int, ...]) -> Vector:
+        """[B, S, hidden], contiguous, in memory that is allocated once and only grows."""
+        size = int(np.prod(shape)) * self.hidden
+        if self._buffers[which].size < size:
+            self._buffers[which] = np.empty(size, self._buffers[which].dtype)
+        return self._buffers[which][:size].reshape(*shape, self.hidden)
+
+    def _spec(self, component: str, name: str) -> TensorSpec:
+        if name not in self._specs[component]:
+            raise ContractMismatch(f"component {component!r} has no input {name!r}; export the checkpoint again with this version")
+        return self._specs[component][name]
+
+    def _check(self, row: Inputs) -> None:
+        image = row.token_ids == self.layout.image_token
+        per_view = row.grid[0] * row.grid[1]
+        places, merged = int(np.count_nonzero(image)), row.patches.shape[0] // (MERGE * MERGE)
+        problems = [
+            (not places, "it has no picture token; every observation needs a picture (attention to none would be NaN)"),
+            (image.all(), "it has no text token; every observation needs an instruction (attention to none would be NaN)"),
+            (
+                per_view == 0 or row.patches.shape[0] % max(per_view, 1) != 0,
+                f"{row.patches.shape[0]} patches are no whole views of {row.grid}",
+            ),
+            (places != merged, f"its prompt has {places} picture tokens, its pictures {merged}"),
+            (
+                row.token_ids.size > self.most_tokens,
+                f"its prompt is {row.token_ids.size} tokens long, the bundle takes {self.most_tokens}; "
+                "shorten the instruction or export with a larger --max-text",
+            ),
+            (
+                row.token_ids.size > 0 and not 0 <= row.token_ids.min() <= row.token_ids.max() < len(self._embedding),
+                "a token id is outside the embedding table",
+            ),
+            (row.noise.shape != (self.horizon, self.width), f"noise is {list(row.noise.shape)}, wanted {[self.horizon, self.width]}"),
+            (row.state.shape != (1, self.state_width), f"state is {list(row.state.shape)}, wanted {[1, self.state_width]}"),
+            (not (np.isfinite(row.state).all() and np.isfinite(row.noise).all()), "state or noise is not finite"),
+        ]
+        for wrong, what in problems:
+            if wrong:
+                raise InvalidObservation(f"the observation cannot be answered: {what}")
+
+
+def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
+
+
+def _most(axis: int | tuple[int, int, int]) -> int:
+    return axis if isinstance(axis, int) else axis[2]
