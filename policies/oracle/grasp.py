@@ -1,0 +1,121 @@
+"""Where to put two fingers: a search over the collision geometry, for a hand that comes along a given direction.
+
+Hand axes: x across the fingers, y along their slide, z out of the palm. The grip point lies between the pads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.spatial.transform import Rotation
+
+from vla_eval.types import Vector
+
+OPENING = 0.078  # m between the pads
+PAD = 0.009  # m, half a pad's width
+FINGER = 0.012  # m, half a finger's width
+THICK = 0.022  # m, a finger with its pad, along the slide
+TIP = 0.010  # m from the grip point to the fingertips
+PALM = 0.032  # m from the grip point back to the palm
+HAND = np.array([0.034, 0.105])  # m, half-sizes of the palm across and along the slide
+UP = np.array([0.0, 0.0, 1.0])
+BACK = 0.14  # m of hand and wrist above the palm that must be free too
+
+
+@dataclass(frozen=True, slots=True)
+class Grasp:
+    """A pose of the hand that closes on something, and how good it looks (less is better)."""
+
+    pos: Vector
+    rot: Rotation
+    cost: float
+    width: float
+
+
+def downward(yaw: float) -> Rotation:
+    """The hand pointing down; at yaw 0 its fingers slide along the world's y, as at home."""
+    return Rotation.from_euler("z", yaw) * Rotation.from_matrix(np.diag([1.0, -1.0, -1.0]))
+
+
+def search(body: Vector, around: Vector, ground: float, hands: list[tuple[Rotation, float]], slack: float = 0.004) -> list[Grasp]:
+    """Grasps of `body` (filled points [N, 3]) amid `around` (others' points), best first. `hands`: orientations and what each costs."""
+    found: list[Grasp] = []
+    middle = (body.min(0) + body.max(0)) / 2
+    for rot, dear in hands:
+        points, walls = rot.inv().apply(body - middle), rot.inv().apply(around - middle) if len(around) else np.zeros((0, 3))
+        floor = rot.inv().apply(np.array([[0.0, 0.0, 1.0]]))[0], ground - middle[2]
+        found += [Grasp(rot.apply(pos) + middle, rot, cost + dear, width) for pos, cost, width in _slices(points, walls, floor, slack)]
+    return sorted(found, key=lambda grasp: grasp.cost)
+
+
+def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> list[tuple[Vector, float, float]]:
+    """Candidates for one orientation, in the hand's axes: slab by slab across the fingers, level by level along the approach."""
+    found: list[tuple[Vector, float, float]] = []
+    low, high = points.min(0), points.max(0)
+    centre = points.mean(0)
+    for x in np.unique(np.append(np.arange(low[0] + 0.004, high[0] - 0.003, 0.008), (low[0] + high[0]) / 2)):
+        slab = points[np.abs(points[:, 0] - x) < PAD]
+        swath = points[np.abs(points[:, 0] - x) < FINGER]
+        nearby = walls[np.abs(walls[:, 0] - x) < FINGER + slack]
+        if len(slab) < 4:
+            continue
+        first = slab[:, 2].min()  # the end that faces the palm: z points away from it
+        for z in np.arange(first + 0.004, min(first + PALM, high[2] + 0.004), 0.005):
+            band = slab[(slab[:, 2] > z - 0.012) & (slab[:, 2] < z + 0.005)]
+            if len(band) < 4:
+                continue
+            for left, right in _clusters(np.sort(band[:, 1])):
+                width = right - left
+                if width > OPENING - 0.008:
+                    continue
+                spare = (OPENING - width) / 2 - 0.004
+                for shift in (0.0, spare / 2, -spare / 2, spare, -spare):
+                    pos = np.array([x, (left + right) / 2 + shift, z])
+                    if _blocked(pos, swath, points, nearby, walls, floor, slack):
+                        continue
+                    inside = band[(band[:, 1] >= left - 1e-6) & (band[:, 1] <= right + 1e-6)]
+                    found.append((pos, _cost(pos, inside, width, centre, first, shift), width))
+                    break
+    return found
+
+
+def _clusters(y: Vector) -> list[tuple[float, float]]:
+    gaps = np.flatnonzero(np.diff(y) > 0.010)
+    return [(float(part[0]), float(part[-1])) for part in np.split(y, gaps + 1)]
+
+
+def _blocked(pos: Vector, swath: Vector, body: Vector, nearby: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> bool:
+    """Whether the open hand at `pos` would hit the thing itself, its neighbours or the ground."""
+    up, height = floor
+    tip = pos + TIP * UP
+    if tip @ up < height + 0.002:
+        return True
+    for points, extra in ((swath, 0.0), (nearby, slack)):
+        if len(points):
+            off = np.abs(points[:, 1] - pos[1])
+            depth = points[:, 2] - pos[2]
+            if ((off > OPENING / 2 - 0.001 - extra) & (off < OPENING / 2 + THICK + extra) & (depth < TIP + extra) & (depth > -BACK)).any():
+                return True
+    for points in (body, walls):
+        if len(points):
+            off = points - pos
+            if ((np.abs(off[:, 0]) < HAND[0]) & (np.abs(off[:, 1]) < HAND[1]) & (off[:, 2] < -PALM) & (off[:, 2] > -BACK)).any():
+                return True
+    return False
+
+
+def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: float, shift: float) -> float:
+    """What speaks against a grasp, in metres: little under the pads, far from the middle, wide, shallow."""
+    depth = pos[2] - first
+    across = float(np.ptp(inside[:, 0])) if len(inside) else 0.0
+    along = float(np.ptp(inside[:, 2])) if len(inside) else 0.0
+    return float(
+        abs(pos[0] - centre[0])
+        + 0.3 * abs(pos[1] - shift - centre[1])
+        + 0.2 * abs(shift)
+        + max(0.0, width - 0.066)
+        + 1.0 * max(0.0, 0.022 - depth)
+        + 2.0 * max(0.0, 0.012 - across)
+        + 2.0 * max(0.0, 0.012 - along)
+    )
