@@ -10,19 +10,30 @@ import contextlib
 import json
 import logging
 import os
+import re
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.markdown import Markdown
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from . import __version__, registry
-from .types import Task, VlaEvalError
+from .types import BadRequest, Policy, Task, VlaEvalError
+
+if TYPE_CHECKING:
+    from .results.folder import RunFolder
+    from .results.report import Report
+    from .run.loop import Run
 
 DONE, INCOMPLETE, REFUSED, INTERRUPTED = 0, 1, 2, 130
 Flag = Annotated[bool, Parameter(show_default=False)]
@@ -41,6 +52,16 @@ class Answer:
     exit: int = DONE
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Markdown: laid out on a terminal, as it is in a file or a pipe."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Markdown(self.text) if console.is_terminal else Text(self.text.rstrip())
+
+
 app = App(
     name="vla-eval",
     help="Evaluate vision-language-action policies, and their TensorRT engines, in simulation.",
@@ -48,6 +69,271 @@ app = App(
     version=lambda: f"vla-eval-trt {__version__}",  # another distribution owns the same command name: say which one answers
     default_parameter=Parameter(negative=()),
 )
+
+
+@app.command
+def run(
+    *,
+    task: Words = (),
+    policy: str | None = None,
+    bundle: Path | None = None,
+    trials: int | None = None,
+    seed: int | None = None,
+    workers: int = 1,
+    replan: int | None = None,
+    batch: int | None = None,
+    protocol: str | None = None,
+    out: Path = Path("videos"),
+    option: Words = (),
+    video: Flag = False,
+    resume: Path | None = None,
+    accept_revision: Flag = False,
+) -> Answer:
+    """Play a policy on tasks and write down what happened: one run folder for each --task.
+
+    Exit code 0: complete. 1: an episode is missing or ended in an error; --resume plays those. 2: asked for what cannot be done.
+
+    Args:
+        task: A suite or some of its tasks: libero_10, libero_10/3, libero_10@gr00t/0-4,7. Several --task make one run each.
+        policy: A name that `vla-eval list` shows.
+        bundle: The folder with the policy's engines, if it has any.
+        trials: Episodes of each task, trials 0 to N-1. [default: 10]
+        seed: Of the run; every episode and every chunk has one made from it. [default: 0]
+        workers: Simulator processes; 0 plays in this one, for a debugger.
+        replan: Actions of a chunk to execute before asking again. [default: the protocol's, else the whole chunk]
+        batch: Requests that the policy answers together, fixed for a run. [default: 1]
+        protocol: Short for the suffix of --task: gr00t means libero_10@gr00t.
+        out: The folder that holds runs.
+        option: NAME=VALUE for the policy; a number, true, false or null is one, anything else is text.
+        video: Draw every episode once the run has been played.
+        resume: A run folder: play what is missing there or ended in an error. The rest of the command may be left out.
+        accept_revision: Resume although vla-eval has changed since; the manifest says so.
+    """
+    from .run import loop
+
+    options = _options(option)
+    asked: dict[str, Any] = {"trials": trials, "seed": seed, "replan": replan, "batch": batch, "options": options or None}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if resume is not None:
+        from .results.folder import open_run
+
+        folder = open_run(resume)
+        if len(task) > 1:
+            raise BadRequest("--resume goes on with one run, which is one suite; give one --task or none")
+        tasks = registry.select_tasks(task[0], protocol) if task else _tasks_of(folder)
+        player, facts = _loaded(policy or folder.manifest.policy, bundle, options or folder.manifest.options)
+        again = loop.resume(resume, player, tasks, workers=workers, video=video, accept_revision=accept_revision, **given, **facts)
+        return _ended([_play(again, video)])
+    if not task or policy is None:
+        raise BadRequest(f"{'--policy' if task else '--task'} is missing; vla-eval list shows what there is")
+    if accept_revision:
+        raise BadRequest("--accept-revision goes with --resume; a new run has the present revision")
+    suites = [registry.select_tasks(spec, protocol) for spec in task]  # all of them are known before the first is played
+    player, facts = _loaded(policy, bundle, options)
+    facts |= {"out": out, "video": video, "workers": workers, "command": ["vla-eval", *sys.argv[1:]]}
+    return _ended([_play(loop.start(player, tasks, **given, **facts), video) for tasks in suites])
+
+
+def _options(words: Sequence[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.replace("-", "_")
+        if not equals or not name.isidentifier():
+            raise BadRequest(f"--option {word}: write NAME=VALUE")
+        if name in options:
+            raise BadRequest(f"--option {name} is given twice; say it once")
+        try:
+            value = json.loads(text, parse_constant=str)  # no manifest could hold a NaN
+        except ValueError:
+            value = text
+        options[name] = text if isinstance(value, (dict, list)) else value
+    return options
+
+
+def _loaded(name: str, bundle: Path | None, options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
+    """The policy, and what the manifest has to say about its engines."""
+    if bundle is None:
+        return registry.load_policy(name, **options), {}
+    from .engines.bundle import open_bundle
+
+    digest = open_bundle(bundle).digest
+    return registry.load_policy(name, bundle=bundle, **options), {"bundle": digest}
+
+
+def _tasks_of(folder: RunFolder) -> list[Task]:
+    wanted = {task for task, _ in folder.manifest.ledger}
+    return [task for task in registry.load_tasks(folder.manifest.suite) if task.id in wanted]
+
+
+def _play(run: Run, video: bool) -> tuple[Path, Report]:
+    """Play a run to its end under a progress bar, then draw it. Ctrl-C leaves with the command that goes on."""
+    from .results.folder import open_run
+    from .results.report import report as read
+
+    counts: Counter[str] = Counter()
+    with run:
+        assert run.folder is not None  # started with `out`
+        path = run.folder.path
+        try:
+            with _progress(f"{run.manifest.suite} {run.manifest.policy}", len(run.todo)) as advance:
+                for record in run:
+                    counts[record.outcome] += 1
+                    line = f"{record.task} trial {record.trial}: {record.outcome}, {record.steps} steps, {record.seconds:.1f} s"
+                    advance(line + (f", {record.error}" if record.error else ""), _outcomes(counts))
+        except KeyboardInterrupt:
+            done = f"interrupted after {counts.total()} of {len(run.todo)} episodes"
+            raise KeyboardInterrupt(f"{done}; go on with: vla-eval run --resume {path}") from None
+    if video and (undrawn := [r for r in open_run(path).records() if r.video is None and r.steps]):
+        words = [word for r in undrawn for word in ("--episode", f"{r.task.rpartition('/')[2]}/{r.trial}")]
+        # In a process of its own: the policy may hold the GPU of this one.
+        if subprocess.run([sys.executable, "-m", "vla_eval", "render", str(path), *words], check=False).returncode:
+            _log.warning("not every film could be drawn; vla-eval render %s tries again", path)
+    return path, read(open_run(path))
+
+
+def _outcomes(counts: Counter[Any]) -> str:
+    return " · ".join(f"{counts[outcome]} {outcome}" for outcome in ("success", "failure", "error"))
+
+
+def _ended(reports: Sequence[tuple[Path, Report]]) -> Answer:
+    """What `run` says at its end: rates, the folder, and what to type next."""
+    shown: list[RenderableType] = []
+    for path, found in reports:
+        only = "failures" if found.failure else "successes"
+        commands = [f"report {path}", f"render {path} --only {only}", f"check {path}"]
+        if not found.complete:
+            commands = [f"run --resume {path}", *commands[:2]]
+        shown += [_rates(found), Text(f"\n{path}\n\nnext:\n" + "\n".join(f"  vla-eval {command}" for command in commands))]
+    told = [_told(path, found) for path, found in reports]
+    worst = DONE if all(found.complete for _, found in reports) else INCOMPLETE
+    return Answer(told[0] if len(told) == 1 else {"runs": told}, Group(*shown), worst)
+
+
+def _told(path: Path, found: Report) -> dict[str, Any]:
+    return {**found.to_json(), "folder": str(path)}
+
+
+def _rates(found: Report) -> Table:
+    from .results.report import between, percent
+
+    state = "" if found.complete else ", INCOMPLETE"
+    title = f"{found.suite}, {found.policy}, replan {found.replan}, seed {found.seed}{state}"
+    table = Table("task", "success", "rate", "95 % interval", "errors", title=title, title_justify="left", show_footer=len(found.tasks) > 1)
+    for line in found.tasks:
+        table.add_row(line.task, f"{line.rate.k}/{line.rate.n}", percent(line.rate.value), between(line.rate.wilson), str(line.error))
+    rate = found.rate
+    footer = ("all", f"{rate.k}/{rate.n}", percent(rate.value), between(found.anytime or rate.wilson), str(found.error))
+    for column, text in zip(table.columns, footer, strict=True):
+        column.footer = text
+    return table
+
+
+@contextlib.contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[str, str], None]]:
+    """A bar on a terminal, with rate and time left; elsewhere one line for each thing done. Both on stderr."""
+    if not stderr.is_terminal:
+        yield lambda line, state: stderr.print(Text(f"{title}: {line}"))
+        return
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (
+        SpinnerColumn(),
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        rate,
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    with Progress(*columns, console=stderr) as progress:
+        bar = progress.add_task(title, total=total, state="", rate="")
+
+        def advance(line: str, state: str) -> None:
+            speed = progress.tasks[0].speed
+            progress.update(bar, advance=1, state=state, rate=f"{60 * speed:.1f}/min" if speed else "")
+
+        yield advance
+
+
+@app.command
+def render(
+    run: Path,
+    /,
+    *,
+    only: Literal["failures", "successes", "all"] = "all",
+    episode: Words = (),
+    camera: Words = (),
+    size: int | None = None,
+    fps: float | None = None,
+) -> Answer:
+    """Draw films of a run's episodes from their recorded states: every camera side by side, captioned with step, chunk and goal.
+
+    Args:
+        run: A run folder.
+        only: Which episodes.
+        episode: TASK/TRIAL, such as 3/0; may be given several times, and then --only does not count.
+        camera: A camera's name; may be given several times. [default: every camera of the environment]
+        size: Height and width of a picture in pixels. [default: the run's]
+        fps: Frames a second. [default: real time]
+    """
+    from .results.folder import open_run
+    from .run import render as rendering
+
+    chosen = []
+    for word in episode:
+        found = re.fullmatch(r"(\d+)/(\d+)", word, re.ASCII)
+        if not found:
+            raise BadRequest(f"--episode {word}: write TASK/TRIAL, such as 3/0")
+        chosen.append((int(found[1]), int(found[2])))
+    if size is not None and not 8 <= size <= 4096:
+        raise BadRequest(f"--size {size}: a picture has between 8 and 4096 pixels a side")
+    folder = open_run(run)
+    todo = rendering.chosen(folder, only, chosen)
+    films = []
+    with _progress(f"drawing {run.name}", len(todo)) as advance:
+        for record in rendering.render(folder, todo, cameras=camera, size=size, fps=fps):
+            films.append(str(folder.path / str(record.video)))
+            advance(films[-1], "")
+    return Answer({"videos": films}, Text("\n".join(films) or f"{run}: no episode to draw"))
+
+
+@app.command
+def report(run: Path, /) -> Answer:
+    """Show what a run folder says: rates with intervals by task, what is missing, latency. Into a file or pipe it is Markdown.
+
+    Args:
+        run: A run folder.
+    """
+    from .results.folder import open_run
+    from .results.report import report as read
+
+    folder = open_run(run)
+    found = read(folder)
+    return Answer(_told(folder.path, found), Page(found.markdown()))
+
+
+@app.command
+def check(path: Path, /) -> Answer:
+    """Show what is in a run folder and whether it holds; exit code 1 if something does not.
+
+    Args:
+        path: A run folder.
+    """
+    from .results.check import findings
+    from .results.folder import open_run
+
+    folder = open_run(path)
+    found, manifest = findings(folder), folder.manifest
+    counts = Counter(record.outcome for record in folder.records())
+    played = f"{counts.total()} of {len(manifest.ledger)} episodes played"
+    lines = [
+        f"{path}: {manifest.suite}, {manifest.policy}; {played}: {_outcomes(counts)}",
+        *(f"- {line}" for line in found or ["it holds"]),
+    ]
+    data = {"run": manifest.run_id, "folder": str(path), "episodes": counts.total(), "planned": len(manifest.ledger), "findings": found}
+    return Answer(data, Text("\n".join(lines)), INCOMPLETE if found else DONE)
 
 
 @app.command(name="list")
@@ -75,6 +361,25 @@ def list_() -> Answer:
 def _about(tasks: Sequence[Task]) -> dict[str, Any]:
     trials = [task.trials for task in tasks if task.trials is not None]
     return {"tasks": len(tasks), "max_steps": max(task.max_steps for task in tasks), "trials": min(trials) if trials else None}
+
+
+@app.command
+def doctor() -> Answer:
+    """Say what works on this machine, what does not, and the command that mends it; exit code 1 if something needed fails."""
+    from .doctor import checks
+
+    found = checks()
+    table = Table("", "what", "found", "what mends it", show_header=False, box=None)
+    for check in found:
+        table.add_row(
+            {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "absent": "[yellow]absent[/]"}[check.state],
+            Text(check.name),
+            Text(check.found),
+            Text(check.mend),
+        )
+    return Answer(
+        {"checks": [check._asdict() for check in found]}, table, INCOMPLETE if any(check.state == "fail" for check in found) else DONE
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,7 +416,7 @@ def _tell(answer: Answer, out: TextIOWrapper, as_json: bool) -> None:
     if as_json:
         out.write(json.dumps({**answer.data, "exit": answer.exit}, ensure_ascii=False, allow_nan=False) + "\n")
     elif answer.shown != "":
-        Console(file=out, highlight=False).print(answer.shown)
+        Console(file=out, highlight=False, width=None if out.isatty() else 160).print(answer.shown)
     out.flush()
 
 

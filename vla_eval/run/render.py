@@ -5,14 +5,13 @@ This draws, so it belongs into a process that holds no policy: the command line 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import gymnasium
 import numpy as np
 from imageio_ffmpeg import count_frames_and_secs, write_frames
 from PIL import Image as Pillow
@@ -20,40 +19,50 @@ from PIL import ImageDraw, ImageFont
 
 from ..registry import load_tasks
 from ..results.folder import Episode, RunFolder
-from ..types import BadRequest, EpisodeRecord, Image, Interface, Task, VlaEvalError
+from ..types import BadRequest, EpisodeRecord, Image, Interface, Outcome, VlaEvalError
+from .episode import Env, open_env
 
 CRF = "18"  # libx264's quality: above 40 dB on rendered scenes
 FONT_PX = 13
 DARK, BRIGHT, DIM, TRUE, MARK = (24, 24, 27), (244, 244, 245), (140, 140, 150), (74, 222, 128), (250, 204, 21)
 
 Only = Literal["failures", "successes", "all"]
+OUTCOMES: Mapping[Only, tuple[Outcome, ...]] = {
+    "failures": ("failure",),
+    "successes": ("success",),
+    "all": ("success", "failure", "error"),
+}
+
+
+def chosen(folder: RunFolder, only: Only = "all", episodes: Sequence[tuple[int, int]] = ()) -> list[EpisodeRecord]:
+    """The records of `episodes`, (task index, trial) each, or else of `only`'s outcomes. Raises BadRequest for what was not played."""
+    played = {(int(record.task.rpartition("/")[2]), record.trial): record for record in folder.records()}
+    for index, trial in episodes:
+        if (index, trial) not in played:
+            raise BadRequest(f"{folder.path}: no episode {index}/{trial} has been played; there are {_listed(sorted(played))}")
+    if episodes:
+        return [played[key] for key in dict.fromkeys(episodes)]
+    # An episode that broke before its first step has no arrays: asked for by name it is refused, among all it is passed over.
+    kept = (record for _, record in sorted(played.items()) if record.outcome in OUTCOMES[only])
+    return [record for record in kept if folder.episode_path(record.task, record.trial).exists()]
 
 
 def render(
-    folder: RunFolder,
-    *,
-    only: Only = "all",
-    episodes: Sequence[tuple[int, int]] = (),
-    cameras: Sequence[str] = (),
-    size: int | None = None,
-    fps: float | None = None,
-    watch: Callable[[EpisodeRecord, int, int], None] = lambda record, frame, frames: None,
+    folder: RunFolder, records: Sequence[EpisodeRecord], *, cameras: Sequence[str] = (), size: int | None = None, fps: float | None = None
 ) -> Iterator[EpisodeRecord]:
-    """Draw `episodes/<index>-<trial>.mp4` for the chosen episodes; yields each record with its `video` filled in, as the folder now has it.
+    """Draw `episodes/<index>-<trial>.mp4` of each record; yields it with its `video` filled in, as the folder now has it.
 
-    `episodes` are (task index, trial); without any, `only` chooses. No cameras means every one of the environment's interface, no size the
-    run's own, no fps real time. `watch` is told of every frame. Raises BadRequest for what the run does not have.
+    No cameras means every one of the environment's interface, no size the run's own, no fps real time. Raises BadRequest for what cannot
+    be drawn, and while another process writes the run.
     """
     with folder.locked():
-        chosen = _chosen(folder, only, episodes)
-        for task_id in dict.fromkeys(record.task for record in chosen):
+        for task_id in dict.fromkeys(record.task for record in records):
             with scene(folder, task_id, size) as env:
-                for record in (record for record in chosen if record.task == task_id):
+                hz = fps or env.unwrapped.metadata["interface"].control_hz
+                for record in (record for record in records if record.task == task_id):
                     episode = folder.episode(record.task, record.trial)
                     path = folder.episode_path(record.task, record.trial, ".mp4")
-                    drawn = captioned(frames(env, episode, cameras), episode, _task(folder, task_id).instruction)
-                    total = len(episode.states)
-                    film(path, _watched(drawn, record, total, watch), fps or env.unwrapped.metadata["interface"].control_hz)
+                    film(path, captioned(frames(env, episode, cameras), episode, _numbers(folder, task_id)["instruction"]), hz)
                     shown = replace(record, video=str(path.relative_to(folder.path)))
                     if shown != record:
                         folder.append(shown)
@@ -61,27 +70,26 @@ def render(
 
 
 @contextmanager
-def scene(folder: RunFolder, task_id: str, size: int | None = None) -> Iterator[gymnasium.Env[Any, Any]]:
-    """The environment of a run's task, made as the run made it (`size` in pixels aside), for `frames`. One serves all its episodes."""
-    task = _task(folder, task_id)
-    kwargs = {**task.env_kwargs, **({} if size is None else {"size": size})}
+def scene(folder: RunFolder, task_id: str, size: int | None = None) -> Iterator[Env]:
+    """The environment of a run's task, made with the run's numbers (`size` in pixels aside), for `frames`. One serves all its episodes."""
+    # By name from an installed suite: a run folder from elsewhere does not get to say which module is imported.
+    task = next((task for task in load_tasks(folder.manifest.suite) if task.id == task_id), None)
+    if task is None:
+        raise BadRequest(f"{folder.path}: no installed suite has task {task_id!r}; install the plug-in that the run was made with")
+    kwargs = {**_numbers(folder, task_id)["env_kwargs"], **({} if size is None else {"size": size})}
     try:
-        env = gymnasium.make(task.env, disable_env_checker=True, **kwargs)
+        env = open_env(replace(task, env_kwargs=kwargs))
     except TypeError as error:
-        raise BadRequest(f"{task.env} cannot be made with {', '.join(kwargs)}: {error}") from error
-    try:
+        raise BadRequest(f"{task_id}: its environment cannot be made with {', '.join(kwargs)} ({error})") from error
+    with closing(env):
         for method in ("look", "restore"):
             if not hasattr(env.unwrapped, method):
-                raise BadRequest(
-                    f"{task_id}: its environment offers no {method}(), so nothing can be drawn afterwards; run it with --video"
-                )
-        env.reset(seed=0)  # whatever it draws is overwritten by restore
+                raise BadRequest(f"{task_id}: its environment has no {method}(), so nothing can be drawn afterwards; run it with --video")
+        env.reset(seed=0)  # builds the scene; restore then says what is where
         yield env
-    finally:
-        env.close()
 
 
-def frames(env: gymnasium.Env[Any, Any], episode: Episode, cameras: Sequence[str] = ()) -> Iterator[dict[str, Image]]:
+def frames(env: Env, episode: Episode, cameras: Sequence[str] = ()) -> Iterator[dict[str, Image]]:
     """The T+1 recorded states of an episode, each as camera -> [H, W, 3] uint8 RGB, upright; `env` comes from `scene`.
 
     The picture before action t is number t, bit-identical to the one that the policy got there, if it asked. Raises BadRequest for an
@@ -148,7 +156,7 @@ def film(path: Path, pictures: Iterable[Image], fps: float) -> None:
             if writer is None:
                 size = (even.shape[1], even.shape[0])
                 writer = write_frames(
-                    temporary, size, fps=fps, codec="libx264", quality=None, macro_block_size=2, ffmpeg_log_level="fatal",
+                    temporary, size, fps=fps, codec="libx264", quality=None, macro_block_size=2, ffmpeg_log_level="error",
                     output_params=["-crf", CRF, "-movflags", "+faststart"],
                 )  # fmt: skip
                 writer.send(None)
@@ -161,43 +169,24 @@ def film(path: Path, pictures: Iterable[Image], fps: float) -> None:
             raise VlaEvalError(f"{path}: ffmpeg wrote {written} of {sent} frames; is the disk full?")
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
-        raise BadRequest(f"{path}: the film cannot be written ({str(error).strip().splitlines()[0]}); is the disk full?") from error
+        raise BadRequest(f"{path}: the film cannot be written, ffmpeg's own message stands above; is the disk full?") from error
     finally:
         if writer is not None:
             writer.close()
         temporary.unlink(missing_ok=True)
 
 
-def _chosen(folder: RunFolder, only: Only, episodes: Sequence[tuple[int, int]]) -> list[EpisodeRecord]:
-    played = {(int(record.task.rpartition("/")[2]), record.trial): record for record in folder.records()}
-    for index, trial in episodes:
-        if (index, trial) not in played:
-            raise BadRequest(f"{folder.path}: no episode {index}/{trial} has been played; it has {_listed(played)}")
-    if episodes:
-        return [played[key] for key in dict.fromkeys(episodes)]
-    outcomes = {"failures": ("failure",), "successes": ("success",), "all": ("success", "failure", "error")}[only]
-    # An episode that broke before its first step has no arrays; asked for by name it is refused, among all it is passed over.
-    return [r for _, r in sorted(played.items()) if r.outcome in outcomes and folder.episode_path(r.task, r.trial).exists()]
+def _numbers(folder: RunFolder, task_id: str) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = folder.manifest.protocol["tasks"][task_id]
+    except KeyError:
+        raise BadRequest(f"{folder.path}: its manifest says nothing about task {task_id!r}; it is no whole run folder") from None
+    return found
 
 
-def _listed(played: Mapping[tuple[int, int], EpisodeRecord]) -> str:
-    keys = [f"{index}/{trial}" for index, trial in sorted(played)]
-    return "none yet" if not keys else ", ".join(keys) if len(keys) <= 10 else f"{keys[0]} to {keys[-1]}"
-
-
-def _task(folder: RunFolder, task_id: str) -> Task:
-    for task in load_tasks(folder.manifest.suite):
-        if task.id == task_id:
-            return task
-    raise BadRequest(f"{folder.path}: task {task_id!r} is in no installed suite; install the plug-in that the run was made with")
-
-
-def _watched(
-    pictures: Iterator[Image], record: EpisodeRecord, total: int, watch: Callable[[EpisodeRecord, int, int], None]
-) -> Iterator[Image]:
-    for number, picture in enumerate(pictures, 1):
-        yield picture
-        watch(record, number, total)
+def _listed(played: Sequence[tuple[int, int]]) -> str:
+    names = [f"{index}/{trial}" for index, trial in played]
+    return "none yet" if not names else ", ".join(names) if len(names) <= 10 else f"{len(names)}, {names[0]} to {names[-1]}"
 
 
 def _wrapped(text: str, width: int) -> list[str]:
