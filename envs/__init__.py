@@ -7,6 +7,7 @@ from gymnasium.envs.registration import register
 from vla_eval.types import Check
 
 register(id="vla_eval/Libero-v0", entry_point="vla_eval.envs.libero:LiberoEnv")
+register(id="vla_eval/Toy-v0", entry_point="vla_eval.envs.toy:ToyEnv")
 
 
 def checks() -> list[Check]:

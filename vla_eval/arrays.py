@@ -55,7 +55,7 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Vector]) -> Non
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+            np.savez_compressed(file, allow_pickle=False, **arrays)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from pathlib import Path, PurePosixPath
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..arrays import read_npz, write_npz
 from ..types import BadRequest, EpisodeRecord, RunManifest, Vector
@@ -24,6 +25,7 @@ T = TypeVar("T")
 SCHEMA = 1
 MANIFEST, RECORDS, EPISODES, LOCK = "manifest.json", "episodes.jsonl", "episodes", ".lock"
 EPISODE_LIMIT_BYTES = 1 << 30  # a 10,000-step episode stays below 100 MB
+TEXT_LIMIT_BYTES = 256 << 20  # of a manifest, or of all records: a million episodes stay below
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +84,21 @@ class RunFolder:
         return all((task, trial) in done for task, trial in self.manifest.ledger)
 
     def append(self, record: EpisodeRecord) -> None:
-        """Add one line, flushed and on the disk when this returns."""
-        with (self.path / RECORDS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        """Add one line, on the disk when this returns. Raises BadRequest if it does not fit there, and then leaves nothing of it."""
+        line = (json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        try:
+            with (self.path / RECORDS).open("ab", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                try:
+                    written = file.write(line)
+                    if written != len(line):
+                        file.write(line[written:])  # says why
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            raise BadRequest(f"{self.path / RECORDS}: cannot be written ({error.strerror}); make room and go on with --resume") from error
 
     def episode_path(self, task: str, trial: int, suffix: str = ".npz") -> Path:
         """Where an episode's arrays (or its video) lie."""
@@ -103,7 +115,11 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for writing. Raises BadRequest if another process does."""
-        with (self.path / LOCK).open("a") as file:
+        try:
+            file = (self.path / LOCK).open("a")
+        except OSError as error:
+            raise BadRequest(f"{self.path}: cannot be written ({error.strerror})") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -122,47 +138,106 @@ class RunFolder:
             os.fsync(file.fileno())
         return f"{path}: the last line was torn after {len(data) - len(whole)} bytes and has been cut off; its episode will be played again"
 
+    def sweep(self) -> None:
+        """Remove what a killed writer left under temporary names. Only under `locked`."""
+        for left in [*self.path.glob(".*.tmp*"), *self.episodes.glob(".*.tmp*")]:
+            with suppress(OSError):
+                left.unlink()
+
 
 def create(out: Path, manifest: RunManifest) -> RunFolder:
-    """A new run folder `out/<run id>`, manifest written. Raises BadRequest if it cannot be written or exists."""
+    """A new run folder `out/<run id>`, manifest written. Raises BadRequest if it cannot be written or exists, and then leaves nothing."""
     path = out / manifest.run_id
+    if (out / MANIFEST).exists():
+        raise BadRequest(f"{out}: is a run's own folder; choose with --out the folder that holds runs, or go on with --resume {out}")
+    made = [parent for parent in (path, *path.parents) if not parent.exists()]
     try:
         (path / EPISODES).mkdir(parents=True, exist_ok=False)
         write_json(path / MANIFEST, asdict(manifest))
         (path / RECORDS).touch()
+        _sync(path)
     except OSError as error:
+        if path in made:
+            shutil.rmtree(path, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):
+                parent.rmdir()
         raise BadRequest(f"{path}: cannot make the run folder ({error.strerror}); choose another with --out") from error
     return RunFolder(path, manifest)
+
+
+def amend(folder: RunFolder, manifest: RunManifest) -> RunFolder:
+    """The folder with another manifest: what became known since. Raises BadRequest if it cannot be written."""
+    try:
+        write_json(folder.path / MANIFEST, asdict(manifest))
+    except OSError as error:
+        raise BadRequest(f"{folder.path / MANIFEST}: cannot be written ({error.strerror}); make room and go on with --resume") from error
+    return RunFolder(folder.path, manifest)
 
 
 def open_run(path: str | os.PathLike[str]) -> RunFolder:
     """An existing run folder. Raises BadRequest for a folder that is none, or that a newer vla-eval wrote."""
     path = Path(path)
     try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadRequest(f"{path}: no run folder ({MANIFEST}: {error.strerror})") from error
-    try:
-        data = json.loads(text)
+        data = json.loads(_text(path / MANIFEST))
+    except FileNotFoundError as error:
+        raise BadRequest(f"{path}: no run folder (it has no {MANIFEST})") from error
     except ValueError as error:
         raise BadRequest(f"{path / MANIFEST}: no JSON ({error})") from error
     if not isinstance(data, dict) or not isinstance(data.get("schema"), int):
         raise BadRequest(f"{path / MANIFEST}: no manifest of a run (no 'schema')")
     if data["schema"] > SCHEMA:
         raise BadRequest(f"{path}: schema {data['schema']} is newer than {SCHEMA}, which this vla-eval reads; upgrade vla-eval-trt")
-    return RunFolder(path, _built(RunManifest, data | {"ledger": [(t, n) for t, n in data.get("ledger", [])]}, path / MANIFEST))
+    manifest = _built(RunManifest, data, path / MANIFEST)
+    return RunFolder(path, replace(manifest, ledger=[(task, trial) for task, trial in manifest.ledger]))
 
 
 def write_episode(path: Path, episode: Episode) -> Path:
-    """Store an episode's arrays at `path`, in one piece or not at all."""
-    write_npz(path, {field.name: getattr(episode, field.name) for field in fields(Episode)})
+    """Store an episode's arrays at `path`, in one piece or not at all. Raises OSError if they do not fit there."""
+    arrays = {field.name: getattr(episode, field.name) for field in fields(Episode)}
+    _check_layout(arrays, path)
+    write_npz(path, arrays)
     return path
 
 
 def read_episode(path: Path) -> Episode:
-    """An episode's arrays. Raises BadRequest if the file is missing, damaged or lacks an array."""
+    """An episode's arrays. Raises BadRequest if the file is missing, damaged, lacks an array or has one of another shape or type."""
     arrays = read_npz(path, EPISODE_LIMIT_BYTES)
-    return _built(Episode, arrays, path)
+    episode = _built(Episode, arrays, path)
+    _check_layout(arrays, path)
+    return episode
+
+
+_LAYOUT: Mapping[str, tuple[str, str]] = {  # array -> dtype (U: text of any length), lengths
+    "actions": ("f4", "T A"),
+    "states": ("f8", "T+1 N"),
+    "proprio": ("f4", "T+1 D"),
+    "predicates": ("b1", "T+1 P"),
+    "predicate_names": ("U", "P"),
+    "objects": ("f4", "T+1 K 7"),
+    "object_names": ("U", "K"),
+    "held": ("b1", "T+1 K"),
+    "fixture_names": ("U", "F"),
+    "fixture_poses": ("f8", "F 7"),
+    "request_step": ("i4", "C"),
+    "request_seconds": ("f8", "C S"),
+    "request_stages": ("U", "S"),
+    "request_batch": ("i4", "C"),
+}
+
+
+def _check_layout(arrays: Mapping[str, Vector], path: Path) -> None:
+    lengths: dict[str, int] = {"7": 7}
+    for name, (dtype, shape) in _LAYOUT.items():
+        array, letters = arrays[name], shape.split()
+        if (array.dtype.kind if dtype == "U" else array.dtype.str[1:]) != dtype:
+            raise BadRequest(f"{path}: {name!r} is {array.dtype}; {dtype} is wanted")
+        if array.ndim != len(letters):
+            raise BadRequest(f"{path}: {name!r} has the shape {array.shape}; [{', '.join(letters)}] is wanted")
+        for letter, length in zip(letters, array.shape, strict=True):
+            expected = lengths["T"] + 1 if letter == "T+1" else lengths.setdefault(letter, length)
+            if length != expected:
+                raise BadRequest(f"{path}: {name!r} has the shape {array.shape}; {letter} is {expected} by the arrays before it")
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -184,18 +259,11 @@ def untimed(record: EpisodeRecord) -> EpisodeRecord:
     return replace(record, seconds=0.0, policy_seconds=0.0, timing={})
 
 
-def stack(rows: list[Mapping[str, Vector]], names: list[str], width: int) -> Vector:
-    """[len(rows), len(names), width] float32 from one mapping a row."""
-    return np.array([[row[name] for name in names] for row in rows], np.float32).reshape(len(rows), len(names), width)
-
-
 def _lines(path: Path) -> Iterator[EpisodeRecord]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _text(path)
     except FileNotFoundError:
         return
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{path}: cannot be read ({error})") from error
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if not line.endswith("\n"):
             _log.warning("%s: line %d is torn and left out", path, number)
@@ -207,6 +275,24 @@ def _lines(path: Path) -> Iterator[EpisodeRecord]:
         yield _built(EpisodeRecord, data, f"{path}: line {number}")
 
 
+def _text(path: Path) -> str:
+    """A text file's content. Raises FileNotFoundError, and BadRequest for anything else that keeps it from being read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(TEXT_LIMIT_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadRequest(f"{path}: cannot be read ({error.strerror})") from error
+    if len(data) > TEXT_LIMIT_BYTES:
+        raise BadRequest(f"{path}: has more than the {TEXT_LIMIT_BYTES} bytes allowed here")
+    end = len(data) if path.name == MANIFEST else data.rfind(b"\n") + 1  # a torn line may end inside a letter
+    try:
+        return data[:end].decode("utf-8") + data[end:].decode("utf-8", "replace")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{path}: is no text ({error})") from error
+
+
 def _built(kind: type[T], data: Any, where: object) -> T:
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(data, dict):
@@ -214,6 +300,46 @@ def _built(kind: type[T], data: Any, where: object) -> T:
     if extra := sorted(set(data) - known):
         raise BadRequest(f"{where}: unknown field {extra[0]!r}; was it written by a newer vla-eval?")
     try:
-        return kind(**data)
+        built = kind(**data)
     except TypeError as error:
         raise BadRequest(f"{where}: {str(error).partition('__init__() ')[2]}") from error
+    if kind is not Episode:  # its arrays have a layout of their own
+        for name, hint in get_type_hints(kind).items():
+            if not _fits(getattr(built, name), hint):
+                raise BadRequest(f"{where}: {name!r} is {getattr(built, name)!r:.80}, which it cannot be")
+    if isinstance(built, EpisodeRecord) and built.video is not None and not _inside(built.video):
+        raise BadRequest(f"{where}: 'video' is {built.video!r}, which leaves the run folder")
+    return built
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, option) for option in inner)
+    if origin is Literal:
+        return value in inner
+    if origin is Sequence:
+        return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and len(value) == len(inner) and all(map(_fits, value, inner))
+    if origin is Mapping:
+        return isinstance(value, dict) and all(isinstance(key, str) and _fits(item, inner[1]) for key, item in value.items())
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return value is None if hint is type(None) else type(value) is hint
+
+
+def _inside(relative: str) -> bool:
+    path = PurePosixPath(relative)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's entries to the disk."""
+    entry = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(entry)
+    finally:
+        os.close(entry)
