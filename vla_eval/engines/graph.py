@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, Protocol
 
 import ml_dtypes
@@ -81,6 +83,7 @@ class Graph(Protocol):
     def layer_norm(self, x: Value, weight: Stored | None = None, bias: Stored | None = None, *, eps: float) -> Value: ...
     def rms_norm(self, x: Value, weight: Stored | None = None, *, eps: float) -> Value: ...
     def softmax(self, x: Value) -> Value: ...
+    def hide(self, scores: Value, mask: Value) -> Value: ...  # scores where the mask is true, elsewhere what no softmax sees
 
     # element by element
     def gelu(self, x: Value) -> Value: ...  # exact, with erf
@@ -106,6 +109,29 @@ class Graph(Protocol):
     def count(self, x: Value, axis: int) -> Value: ...  # 0, 1, 2 … along that axis of x: [n] int32
 
 
+HIDDEN = -1e30  # a score that no softmax sees; finite in float32
+
+
+def attention_by_parts(g: Graph, q: Value, k: Value, v: Value, *, scale: float, mask: Value | None = None, causal: bool = False) -> Value:
+    """`Graph.attention` in single strokes: product, softmax in float32, product. Query heads that share a key head are laid end to end."""
+    heads, groups, width = q.shape[1], k.shape[1], v.shape[3]
+    assert isinstance(heads, int)
+    assert isinstance(groups, int)
+    assert isinstance(width, int)
+    q = g.mul(q, scale)
+    rows = q if heads == groups else g.reshape(q, (0, groups, -1, width))  # [B, G, H / G * T, D]
+    scores = g.cast(g.matmul(rows, g.transpose(k, (0, 1, 3, 2))), "float32")
+    scores = scores if heads == groups else g.reshape(scores, (0, heads, -1, 0))  # [B, H, T, S]
+    if causal:
+        scores = g.hide(scores, g.at_least(g.reshape(g.count(q, 2), (-1, 1)), g.reshape(g.count(k, 2), (1, -1))))
+    if mask is not None:
+        scores = g.hide(scores, mask)
+    shares = g.cast(g.softmax(scores), q.dtype)
+    shares = shares if heads == groups else g.reshape(shares, (0, groups, -1, 0))
+    seen = g.matmul(shares, v)
+    return seen if heads == groups else g.reshape(seen, (0, heads, -1, width))
+
+
 def reshaped(shape: Shape, to: Sequence[int]) -> Shape:
     """The shape after `Graph.reshape`; a run-time length that was merged or divided gets a name that says so, such as "P/4" or "B*S"."""
     kept = [shape[i] if n == 0 else n for i, n in enumerate(to)]
@@ -124,10 +150,7 @@ def reshaped(shape: Shape, to: Sequence[int]) -> Shape:
         left: Dim = whole // fixed
     else:
         least, tuned, most = (_divide(whole * math.prod(getattr(a, end) for a in axes), fixed, shape, to) for end in ("min", "opt", "max"))
-        name = "*".join(a.name for a in axes)
-        if whole != fixed:
-            name += f"*{whole // fixed}" if whole % fixed == 0 else f"/{fixed // whole}"
-        left = Axis(name, least, tuned, most)
+        left = Axis(_scaled("*".join(a.name for a in axes), Fraction(whole, fixed)), least, tuned, most)
     return tuple(left if n == -1 else n for n in kept)
 
 
@@ -162,6 +185,14 @@ def specs(values: dict[str, Value]) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(name, v.dtype, tuple(n if isinstance(n, int) else (n.min, n.opt, n.max) for n in v.shape)) for name, v in values.items()
     )
+
+
+def _scaled(name: str, by: Fraction) -> str:
+    """ "S" by 2 is "S*2", "S*2" by 1/2 is "S" again."""
+    base, operator, number = re.fullmatch(r"(.*?)(?:([*/])(\d+))?", name).groups()  # type: ignore[union-attr]
+    if operator:
+        by *= Fraction(number) if operator == "*" else Fraction(1, int(number))
+    return base + (f"*{by.numerator}" if by.numerator > 1 else "") + (f"/{by.denominator}" if by.denominator > 1 else "")
 
 
 def _wider(m: Dim, n: Dim, a: Shape, b: Shape) -> Dim:

@@ -13,13 +13,12 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..types import Vector
-from .graph import NUMPY, DType, Shape, Stored, Value, broadcast, narrowed, reshaped, total
+from .graph import HIDDEN, NUMPY, DType, Shape, Stored, Value, attention_by_parts, broadcast, narrowed, reshaped, total
 
 OPSET = 23
 IR_VERSION = 11  # the one that goes with opset 23
 INLINE_BYTES = 1024  # smaller tensors stay in the protobuf
 _ALIGN = 4096  # offsets of streamed tensors, so that a runtime can map them
-_HIDDEN = -1e30  # a score that no softmax sees, finite in float32
 
 _TYPES: dict[DType, int] = {
     "float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
@@ -86,39 +85,28 @@ class OnnxPen:
         return self.cast(y, a.dtype)
 
     def attention(self, q: Value, k: Value, v: Value, *, scale: float, mask: Value | None = None, causal: bool = False) -> Value:
-        heads, groups, width = q.shape[1], k.shape[1], q.shape[3]
-        assert isinstance(heads, int)
-        assert isinstance(groups, int)
-        assert isinstance(width, int)
-        q = self.mul(q, scale)
-        if heads != groups:  # each key head serves the query heads beside it: [B, G, H/G, T, D] against [B, G, 1, S, D]
-            q = self.reshape(q, (0, groups, heads // groups, -1, width))
-            k, v = self._with_axis(k, 2), self._with_axis(v, 2)
-        swap = [*range(len(k.shape) - 2), len(k.shape) - 1, len(k.shape) - 2]
-        scores = self.cast(self.matmul(q, self.transpose(k, swap)), "float32")
-        if causal:
-            rows, columns = self.reshape(self.count(q, -2), (-1, 1)), self.reshape(self.count(k, -2), (1, -1))
-            scores = self._hide(scores, self.at_least(rows, columns))
-        if mask is not None:
-            scores = self._hide(scores, mask if heads == groups else self._with_axis(mask, 2))
-        y = self.matmul(self.cast(self.softmax(scores), q.dtype), v)
-        return self.reshape(y, (0, heads, -1, width)) if heads != groups else y
+        # Not the Attention operator: TensorRT's parser knows no softmax precision for it and builds it for few widths and types.
+        return attention_by_parts(self, q, k, v, scale=scale, mask=mask, causal=causal)
 
     # norms
 
     def layer_norm(self, x: Value, weight: Stored | None = None, bias: Stored | None = None, *, eps: float) -> Value:
-        parts = [x, self._ones(x) if weight is None else self._store(weight, x.dtype)]
+        parts = [self.cast(x, "float32"), self._ones(x) if weight is None else self._store(weight, "float32")]
         if bias is not None:
-            parts.append(self._store(bias, x.dtype))
-        return self._draw("LayerNormalization", parts, x.dtype, x.shape, axis=-1, epsilon=eps)
+            parts.append(self._store(bias, "float32"))
+        return self.cast(self._draw("LayerNormalization", parts, "float32", x.shape, axis=-1, epsilon=eps), x.dtype)
 
     def rms_norm(self, x: Value, weight: Stored | None = None, *, eps: float) -> Value:
-        gain = self._ones(x) if weight is None else self._store(weight, x.dtype)
-        return self._draw("RMSNormalization", [x, gain], x.dtype, x.shape, axis=-1, epsilon=eps)
+        parts = [self.cast(x, "float32"), self._ones(x) if weight is None else self._store(weight, "float32")]
+        return self.cast(self._draw("RMSNormalization", parts, "float32", x.shape, axis=-1, epsilon=eps), x.dtype)
 
     def softmax(self, x: Value) -> Value:
         y = self._draw("Softmax", [self.cast(x, "float32")], "float32", x.shape, axis=-1)
         return self.cast(y, x.dtype)
+
+    def hide(self, scores: Value, mask: Value) -> Value:
+        hidden = self.cast(self.constant(np.array(HIDDEN, np.float32)), scores.dtype)
+        return self._draw("Where", [mask, scores, hidden], scores.dtype, broadcast(scores.shape, mask.shape))
 
     # element by element
 
@@ -209,18 +197,10 @@ class OnnxPen:
         assert a.dtype == b.dtype, (op, a, b)
         return self._draw(op, [a, b], a.dtype, broadcast(a.shape, b.shape))
 
-    def _hide(self, scores: Value, mask: Value) -> Value:
-        hidden = self.constant(np.array(_HIDDEN, np.float32))
-        return self._draw("Where", [mask, scores, hidden], scores.dtype, broadcast(scores.shape, mask.shape))
-
-    def _with_axis(self, x: Value, axis: int) -> Value:
-        place = self.constant(np.array([axis], np.int64))
-        return self._draw("Unsqueeze", [x, place], x.dtype, (*x.shape[:axis], 1, *x.shape[axis:]))
-
     def _ones(self, x: Value) -> Value:
         width = x.shape[-1]
         assert isinstance(width, int)
-        return self.cast(self.constant(np.ones(width, np.float32)), x.dtype)
+        return self.constant(np.ones(width, np.float32))
 
     def _store(self, stored: Stored, dtype: DType, *, transposed: bool = False) -> Value:
         key = (stored.name, dtype, transposed)
