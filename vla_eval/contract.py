@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .types import ContractMismatch, Interface
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import gymnasium
+
+from .types import BadRequest, ContractMismatch, Interface, Task
+
+Env = gymnasium.Env[Any, Any]
 
 
 def check_contract(policy: str, needs: Interface, task: str, offers: Interface) -> None:
@@ -42,6 +50,28 @@ def check_contract(policy: str, needs: Interface, task: str, offers: Interface) 
         )
     if needs.privileged and not offers.privileged:
         raise ContractMismatch(f"{policy} needs the simulator's truth; {task} has no `privileged()`. Choose a suite that offers it.")
+
+
+def open_env(task: Task) -> Env:
+    """The task's environment, from the module that its name gives. Raises BadRequest if there is no such environment."""
+    module, _, name = task.env.rpartition(":")
+    try:
+        if module:
+            import_module(module)
+    except ImportError as error:
+        raise BadRequest(f"{task.id}: its environment module {module!r} cannot be imported ({error}); install what it needs") from error
+    try:
+        return gymnasium.make(name, disable_env_checker=True, **task.env_kwargs)
+    except gymnasium.error.UnregisteredEnv as error:
+        raise BadRequest(f"{task.id}: no environment {name!r} after importing {module or 'nothing'!r} ({error})") from error
+
+
+def offers(env: Env, task: Task) -> Interface:
+    """What the environment says it offers. Raises ContractMismatch if it says nothing."""
+    interface = env.unwrapped.metadata.get("interface")
+    if not isinstance(interface, Interface):
+        raise ContractMismatch(f"{task.env}: metadata['interface'] is no vla_eval.Interface; say there what the environment offers")
+    return replace(interface, privileged=hasattr(env.unwrapped, "privileged"))
 
 
 def _told(offered: object) -> str:

@@ -7,15 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
 
+from ..contract import Env, offers
 from ..types import (
     ActionChunk,
-    BadRequest,
     ContractMismatch,
     EpisodeRecord,
     Image,
@@ -34,7 +33,6 @@ from ..types import (
 )
 
 T = TypeVar("T")
-Env = gymnasium.Env[Any, Any]
 TIMES = ("reset", "simulation", "rendering", "policy", "recording", "waiting")  # what an episode's wall time is divided into
 
 _log = logging.getLogger(__name__)
@@ -228,30 +226,14 @@ class Facts:
     draws_later: bool  # whether pictures can be drawn from recorded states
 
 
-def open_env(task: Task) -> Env:
-    """The task's environment, from the module that its name gives. Raises BadRequest if there is no such environment."""
-    module, _, name = task.env.rpartition(":")
-    try:
-        if module:
-            import_module(module)
-    except ImportError as error:
-        raise BadRequest(f"{task.id}: its environment module {module!r} cannot be imported ({error}); install what it needs") from error
-    try:
-        return gymnasium.make(name, disable_env_checker=True, **task.env_kwargs)
-    except gymnasium.error.UnregisteredEnv as error:
-        raise BadRequest(f"{task.id}: no environment {name!r} after importing {module or 'nothing'!r} ({error})") from error
-
-
 def facts_of(env: Env, task: Task) -> Facts:
     """What the manifest and the contract need to know. Raises ContractMismatch if the environment names no interface."""
     bare: Any = env.unwrapped
-    interface = bare.metadata.get("interface")
-    if not isinstance(interface, Interface):
-        raise ContractMismatch(f"{task.env}: metadata['interface'] is no vla_eval.Interface; say there what the environment offers")
+    interface = offers(env, task)
     _bounds(env, task)
     asked = {name: getattr(bare, name)() for name in ("versions", "hardware", "starts") if hasattr(bare, name)}
     return Facts(
-        interface=replace(interface, privileged=hasattr(bare, "privileged")),
+        interface=interface,
         versions=asked.get("versions", {}),
         hardware=asked.get("hardware", {}),
         starts=asked.get("starts"),

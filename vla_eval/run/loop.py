@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ..contract import check_contract
+from ..contract import Env, check_contract
 from ..results import folder as folders
 from ..results.folder import RunFolder
 from ..types import SEED_LIMIT, BadRequest, EpisodeRecord, Interface, Policy, Request, RunManifest, Task, VlaEvalError
 from . import manifest as manifests
-from .episode import Answer, Env, Facts, answers, in_process, told
+from .episode import Answer, Facts, answers, in_process, told
 from .wire import Message, WireError, record_from, request_from, shallow
 from .worker import Order, Worker, facts_from, opened, play, spawn
 

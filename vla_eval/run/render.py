@@ -17,10 +17,10 @@ from imageio_ffmpeg import count_frames_and_secs, write_frames
 from PIL import Image as Pillow
 from PIL import ImageDraw, ImageFont
 
+from ..contract import Env, open_env
 from ..registry import load_tasks
 from ..results.folder import Episode, RunFolder
 from ..types import BadRequest, EpisodeRecord, Image, Interface, Outcome, VlaEvalError
-from .episode import Env, open_env
 
 CRF = "18"  # libx264's quality: above 40 dB on rendered scenes
 FONT_PX = 13

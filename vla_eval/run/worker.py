@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..contract import Env, open_env
 from ..types import EpisodeRecord, Interface, Recorder, Request, Task, VlaEvalError
-from .episode import Answer, Env, Facts, PolicyRaised, facts_of, guarded, open_env, rollout, told
+from .episode import Answer, Facts, PolicyRaised, facts_of, guarded, rollout, told
 from .recorders import ArrayRecorder, FrameRecorder, TraceRecorder
 from .wire import Connection, Message, WireError, chunk_from, interface_from, shallow, task_from
 
