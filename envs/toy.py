@@ -259,49 +259,53 @@ def _space(instruction: str, size: int | None) -> spaces.Dict:
 
 
 class _MujocoScene:
-    """The same scene, drawn by MuJoCo from two cameras."""
+    """The same scene, drawn by MuJoCo from two cameras, through the context that LIBERO's pictures come from."""
 
     def __init__(self, size: int) -> None:
         import mujoco
 
-        self._mujoco = mujoco
-        self._model = mujoco.MjModel.from_xml_string(_scene_xml(size))
+        from . import machine
+        from .libero import _Drawer
+
+        self._forward = mujoco.mj_forward
+        self._model = mujoco.MjModel.from_xml_string(_scene_xml())
         self._data = mujoco.MjData(self._model)
-        self._renderer = mujoco.Renderer(self._model, size, size)
+        self._drawer = _Drawer(self._model, size, machine.choose())
 
     def draw(self, camera: str, hand: Vector, finger: float, places: Vector, pad: Vector) -> Image:
-        poses = {"hand": hand, "pad": [*pad, 0.001], **dict(zip(COLORS, places, strict=True))}
         aside = np.array([0, finger + 0.01, 0])
-        poses |= {"left": hand + aside, "right": hand - aside}
-        for name, place in poses.items():
+        poses = {"hand": hand, "left": hand + aside, "right": hand - aside, "pad": np.array([*pad, 0.001])}
+        for name, place in {**poses, **dict(zip(COLORS, places, strict=True))}.items():
             self._data.mocap_pos[self._model.body(name).mocapid[0]] = place
-        self._mujoco.mj_forward(self._model, self._data)
-        self._renderer.update_scene(self._data, camera)
-        picture: Image = self._renderer.render()
-        return picture
+        self._forward(self._model, self._data)
+        return self._drawer.draw(self._data, camera)
 
     def close(self) -> None:
-        self._renderer.close()
+        self._drawer.close()
 
 
-def _scene_xml(size: int) -> str:
-    def body(name: str, kind: str, extent: str, color: Sequence[int]) -> str:
+def _scene_xml() -> str:
+    def geom(kind: str, extent: str, color: Sequence[int], where: str = "0 0 0") -> str:
         rgba = " ".join(f"{channel / 255:.3f}" for channel in color)
-        return f'<body name="{name}" mocap="true"><geom type="{kind}" size="{extent}" rgba="{rgba} 1"/></body>'
+        return f'<geom group="1" type="{kind}" size="{extent}" pos="{where}" rgba="{rgba} 1"/>'
 
-    blocks = "".join(body(name, "box", f"{BLOCK_M} {BLOCK_M} {BLOCK_M}", color) for name, color in COLORS.items())
+    def body(name: str, parts: str) -> str:
+        return f'<body name="{name}" mocap="true">{parts}</body>'
+
+    block, finger, dark = f"{BLOCK_M} {BLOCK_M} {BLOCK_M}", "0.01 0.004 0.03", (40, 40, 40)
     return f"""
     <mujoco>
-      <visual><global offwidth="{size}" offheight="{size}"/></visual>
       <worldbody>
         <light pos="0 0 2" dir="0 0 -1"/>
-        <geom type="plane" size="1 1 0.1" rgba="0.82 0.80 0.75 1"/>
-        <camera name="{CAMERAS[0]}" pos="-0.9 0 0.9" xyaxes="0 -1 0 0.7 0 0.7"/>
-        {body("pad", "box", f"{PAD_M} {PAD_M} 0.001", (90, 160, 90))}{blocks}
+        {geom("plane", "1 1 0.1", (210, 205, 190))}
+        <camera name="{CAMERAS[0]}" pos="-0.8 0 0.8" xyaxes="0 -1 0 0.7 0 0.7"/>
+        {body("pad", geom("box", f"{PAD_M} {PAD_M} 0.001", (90, 160, 90)))}
+        {"".join(body(name, geom("box", block, color)) for name, color in COLORS.items())}
+        {body("left", geom("box", finger, dark))}
+        {body("right", geom("box", finger, dark))}
         <body name="hand" mocap="true">
-          <geom type="sphere" pos="0 0 0.04" size="0.02" rgba="0.2 0.2 0.2 1"/>
-          <camera name="{CAMERAS[1]}" pos="-0.05 0 0.12" xyaxes="0 -1 0 1 0 0.2"/>
+          {geom("sphere", "0.02", dark, "0 0 0.05")}
+          <camera name="{CAMERAS[1]}" pos="-0.12 0 0.12" xyaxes="0 -1 0 0.7 0 0.7"/>
         </body>
-        {body("left", "box", "0.01 0.004 0.03", (40, 40, 40))}{body("right", "box", "0.01 0.004 0.03", (40, 40, 40))}
       </worldbody>
     </mujoco>"""
