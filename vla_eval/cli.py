@@ -68,6 +68,7 @@ app = App(
     help_epilogue="Every command takes --json: then stdout is exactly one JSON object, and everything else goes to stderr.",
     version=lambda: f"vla-eval-trt {__version__}",  # another distribution owns the same command name: say which one answers
     default_parameter=Parameter(negative=()),
+    suppress_keyboard_interrupt=False,  # it would leave without a word
 )
 
 
@@ -120,7 +121,9 @@ def run(
         folder = open_run(resume)
         if len(task) > 1:
             raise BadRequest("--resume goes on with one run, which is one suite; give one --task or none")
-        tasks = registry.select_tasks(task[0], protocol) if task else _tasks_of(folder)
+        tasks = _tasks_of(folder)
+        if task and {t.id for t in registry.select_tasks(task[0], protocol)} != {t.id for t in tasks}:
+            raise BadRequest(f"{resume} is a run of {', '.join(t.id for t in tasks)}, not of --task {task[0]}; leave --task out")
         player, facts = _loaded(policy or folder.manifest.policy, bundle, options or folder.manifest.options)
         again = loop.resume(resume, player, tasks, workers=workers, video=video, accept_revision=accept_revision, **given, **facts)
         return _ended([_play(again, video)])
@@ -416,7 +419,10 @@ def _tell(answer: Answer, out: TextIOWrapper, as_json: bool) -> None:
     if as_json:
         out.write(json.dumps({**answer.data, "exit": answer.exit}, ensure_ascii=False, allow_nan=False) + "\n")
     elif answer.shown != "":
-        Console(file=out, highlight=False, width=None if out.isatty() else 160).print(answer.shown)
+        console = Console(file=out, highlight=False, width=None if out.isatty() else 160)
+        with console.capture() as text:
+            console.print(answer.shown)
+        out.write(text.get())
     out.flush()
 
 
