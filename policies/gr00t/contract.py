@@ -13,11 +13,11 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from vla_eval.engines.bundle import CONTRACT_VERSION
 from vla_eval.types import BadRequest, ContractMismatch
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of policy.json's layout
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")  # sub-folders of released checkpoints
 
 # Qwen3-VL's picture packing. The network's shapes follow from it, and the backbone's files must state the same.
@@ -169,7 +169,6 @@ def from_checkpoint(checkpoint: Path, embodiment: str | int | None = None, *, to
     cameras = _names(_get(modalities, "video", dict, where_tag), "modality_keys", f"{where_tag}.video")
     language = _names(_get(modalities, "language", dict, where_tag), "modality_keys", f"{where_tag}.language")
     content = {
-        "contract_version": VERSION,
         "model_family": "gr00t_n1d7",
         "embodiment_tag": tag,
         "embodiment_id": slot,
@@ -202,7 +201,12 @@ def load(path: Path) -> Contract:
 
     Raises ContractMismatch, naming file and field.
     """
-    contract = parse(_read(path), str(path))
+    content = _read(path)
+    if (version := content.get("contract_version")) != CONTRACT_VERSION:
+        raise ContractMismatch(
+            f"{path}: contract_version is {version!r}, this program reads {CONTRACT_VERSION}; export the checkpoint again"
+        )
+    contract = parse(content, str(path))
     still = [
         f"{kind}.{group.key}[{i}] = {group.first[i]:g}"
         for kind, groups in (("state", contract.state), ("action", contract.action))
@@ -225,9 +229,6 @@ def parse(content: Any, where: str) -> Contract:
 def _parse(content: Any, where: str) -> Contract:
     if not isinstance(content, dict):
         raise BadRequest(f"{where} holds no JSON object; export the checkpoint again")
-    version = _get(content, "contract_version", int, where)
-    if version != VERSION:
-        raise BadRequest(f"{where}: contract_version is {version}, this program reads {VERSION}; export the checkpoint again")
     family = _get(content, "model_family", str, where)
     if family != "gr00t_n1d7":
         raise BadRequest(f"{where}: model_family is {family!r}, not 'gr00t_n1d7'; load it with the policy it was exported for")

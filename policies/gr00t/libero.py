@@ -50,8 +50,8 @@ class Gr00tLibero:
         watch = Stopwatch()
         with watch.stage("pack"):
             rows = []
-            for request in batch:
-                (row,) = self.model.rows(to_robot(request.observation, contract.language_key))
+            for slot, request in enumerate(batch):
+                (row,) = self.model.rows(to_robot(request.observation, contract.language_key), slot)
                 rows.append(Inputs(*row, draw_noise(request.seed, contract.model_horizon, contract.action_width)))
         answers = self.model.runtime(rows)
         chunks = []

@@ -14,7 +14,7 @@ from vla_eval.types import ContractMismatch, InvalidObservation, Vector
 
 from ..flow import draw_noise
 from .contract import MERGE, Contract, load
-from .processor import Tokens, decode_chunk, encode_state, pack, see, seen_grid
+from .processor import VALUES, Tokens, decode_chunk, encode_state, pack, see, seen_grid
 from .runtime import Gr00tRuntime, Inputs
 
 
@@ -37,6 +37,7 @@ class Gr00tPolicy:
         self.runtime = runtime
         self._tokens = tokens
         self._grid = seen_grid(contract.pictures)
+        self._patches: list[NDArray[np.float32]] = []  # one buffer for each row of the largest batch so far
 
     def infer(self, observation: Mapping[str, Any], *, noise: Vector | None = None, seed: int = 0) -> dict[str, NDArray[np.float32]]:
         """`action.<group>` [B, T, D] in robot units, and `chunk_normalized` [B, 40, 132] as the network left it.
@@ -52,17 +53,25 @@ class Gr00tPolicy:
         return {**{f"action.{key}": actions for key, actions in decode_chunk(self.contract, chunk).items()}, "chunk_normalized": chunk}
 
     def rows(
-        self, observation: Mapping[str, Any]
+        self, observation: Mapping[str, Any], slot: int = 0
     ) -> list[tuple[NDArray[np.float32], tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
-        """Each robot's patches, their grid, token ids and encoded state: `Inputs` but for the noise."""
+        """Each robot's patches, their grid, token ids and encoded state: `Inputs` but for the noise.
+
+        The patches lie in memory that `slot` onwards owns: they are valid until the next call for that slot.
+        """
         contract, batch = self.contract, self._check(observation)
         texts = _texts(observation[contract.language_key], contract.language_key, batch)
         rows = []
         for b in range(batch):
             pictures = [see(observation[f"video.{camera}"][b, 0], contract.pictures) for camera in contract.cameras]
             state = encode_state(contract, {group.key: observation[f"state.{group.key}"][b, 0] for group in contract.state})
-            rows.append((pack(pictures), self._grid, self._tokens.ids(texts[b]), state))
+            rows.append((pack(pictures, self._buffer(slot + b)), self._grid, self._tokens.ids(texts[b]), state))
         return rows
+
+    def _buffer(self, slot: int) -> NDArray[np.float32]:
+        while len(self._patches) <= slot:
+            self._patches.append(np.empty((len(self.contract.cameras) * self._grid[0] * self._grid[1], VALUES), np.float32))
+        return self._patches[slot]
 
     def _starts(self, noise: Vector | None, seed: int, batch: int) -> list[NDArray[np.float32]]:
         horizon, width = self.contract.model_horizon, self.contract.action_width

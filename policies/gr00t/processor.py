@@ -18,6 +18,7 @@ from vla_eval.types import BadRequest, Image, InvalidObservation, Vector
 
 from .contract import FRAMES, LEAST_PIXELS, MERGE, MOST_PIXELS, PATCH, Contract, Group, Pictures, Prompt
 
+VALUES = 3 * FRAMES * PATCH * PATCH  # numbers in a packed patch
 _HALF = np.float32(127.5)  # x / 255 to (x - 0.5) / 0.5, in one step
 
 
@@ -93,21 +94,23 @@ def seen_grid(how: Pictures) -> tuple[int, int]:
     return height // PATCH, width // PATCH
 
 
-def pack(pictures: Sequence[Image]) -> NDArray[np.float32]:
+def pack(pictures: Sequence[Image], into: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """[V·P, 1536]: views one after another; merge blocks in raster order, 2×2 patches inside; per patch channel, frame, y, x.
 
-    The pictures have one size, a multiple of 32; a still picture is both of its frames.
+    The pictures have one size, a multiple of 32; a still picture is both of its frames. `into` is written and returned, if given:
+    3 MB of fresh memory cost more page faults than the arithmetic takes.
     """
     height, width = pictures[0].shape[:2]
     rows, columns = height // (PATCH * MERGE), width // (PATCH * MERGE)
-    patches = np.empty((len(pictures), rows * columns * MERGE * MERGE, 3, FRAMES, PATCH * PATCH), np.float32)
+    packed = np.empty((len(pictures) * rows * columns * MERGE * MERGE, VALUES), np.float32) if into is None else into
+    patches = packed.reshape(len(pictures), rows * columns * MERGE * MERGE, 3, FRAMES, PATCH * PATCH)
     for view, picture in zip(patches, pictures, strict=True):
         blocks = picture.reshape(rows, MERGE, PATCH, columns, MERGE, PATCH, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         first = view[:, :, 0]
         np.subtract(np.ascontiguousarray(blocks).reshape(first.shape), _HALF, out=first, dtype=np.float32)
         np.divide(first, _HALF, out=first)
         view[:, :, 1] = first
-    return patches.reshape(-1, 3 * FRAMES * PATCH * PATCH)
+    return packed
 
 
 @lru_cache(maxsize=16)
@@ -207,6 +210,18 @@ def positions(ids: NDArray[np.int64], image_token: int, grid: tuple[int, int]) -
     return found
 
 
+def prompt_rotary(layout: Layout, ids: NDArray[np.int64], grid: tuple[int, int]) -> NDArray[np.float32]:
+    """`text_rotary` of a whole prompt, remembered: a task asks with one prompt. Read-only."""
+    return _prompt_rotary(layout, ids.astype(np.int64, copy=False).tobytes(), grid)
+
+
+@lru_cache(maxsize=256)
+def _prompt_rotary(layout: Layout, ids: bytes, grid: tuple[int, int]) -> NDArray[np.float32]:
+    table = text_rotary(layout, positions(np.frombuffer(ids, np.int64), layout.image_token, grid))
+    table.flags.writeable = False
+    return table
+
+
 def text_rotary(layout: Layout, position: NDArray[np.int64]) -> NDArray[np.float32]:
     """[S, head_dim]: half cosines, half sines in token order. Frequencies take time, row, column in turn (interleaved mRoPE).
 
@@ -247,14 +262,22 @@ def encode(group: Group, values: Vector, *, clip: bool) -> NDArray[np.float32]:
     """[..., D] float32 in the robot's units -> [..., encoded] in the model's. A dimension that never moved gives 0."""
     if group.encoding == "sin_cos":
         return np.concatenate([np.sin(values), np.cos(values)], axis=-1, dtype=np.float32)
-    first, second = np.asarray(group.first), np.asarray(group.second)
+    first, span, moved = _numbers(group)
+    share = ((values - first) / span).astype(np.float32)  # rounded before doubling, as the reference does
     if group.encoding == "mean_std":
-        moved = second != 0.0
-        return np.where(moved, (values - first) / np.where(moved, second, 1.0), values).astype(np.float32)
-    moved = ~np.isclose(second, first)
-    share = ((values - first) / np.where(moved, second - first, 1.0)).astype(np.float32)  # rounded before doubling, as the reference does
+        return np.where(moved, share, values)  # without a deviation the value passes through
     scaled = np.where(moved, np.float32(2.0) * share - np.float32(1.0), np.float32(0.0))
-    return np.clip(scaled, np.float32(-1.0), np.float32(1.0)) if clip else scaled
+    return scaled.clip(-1.0, 1.0) if clip else scaled
+
+
+@lru_cache(maxsize=256)
+def _numbers(group: Group) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.bool_]]:
+    """First numbers, what to divide by, and which dimensions ever moved."""
+    first, second = np.asarray(group.first), np.asarray(group.second)
+    moved = np.ones(group.dim, np.bool_)
+    moved[list(group.constant)] = False
+    span = second if group.encoding == "mean_std" else second - first
+    return first, np.where(moved, span, 1.0), moved
 
 
 def decode_chunk(contract: Contract, chunk: Vector) -> dict[str, NDArray[np.float32]]:
@@ -271,6 +294,6 @@ def decode(group: Group, values: Vector) -> NDArray[np.float32]:
     first, second = np.asarray(group.first), np.asarray(group.second)
     if group.encoding == "mean_std":
         return np.where(second != 0.0, values * second + first, values).astype(np.float32)
-    half = (np.clip(values, np.float32(-1.0), np.float32(1.0)) + np.float32(1.0)) / np.float32(2.0)
+    half = (values.clip(-1.0, 1.0) + np.float32(1.0)) / np.float32(2.0)
     decoded: NDArray[np.float32] = (half * (second - first) + first).astype(np.float32)
     return decoded

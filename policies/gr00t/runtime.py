@@ -14,7 +14,7 @@ from vla_eval.types import BadRequest, ContractMismatch, InvalidObservation, Ten
 
 from ..flow import Stopwatch, full_batches, integrate
 from .contract import MERGE
-from .processor import Layout, position_ids, positions, text_rotary, vision_tables
+from .processor import Layout, position_ids, prompt_rotary, vision_tables
 
 COMPONENTS = ("visual", "vl_backbone", "action")
 DEEPSTACK = 3  # features of earlier vision blocks, added to the outputs of the first text layers
@@ -108,7 +108,7 @@ class Gr00tRuntime:
         tables = vision_tables(self.layout, views, rows[0].grid)
         outputs = self._call(
             "visual",
-            input=np.concatenate([row.patches for row in rows]),
+            input=rows[0].patches if len(rows) == 1 else np.concatenate([row.patches for row in rows]),
             rotary_pos_emb=tables.rotary,
             cu_seqlens=tables.cu_seqlens,
             fast_pos_embed_idx=tables.position_index,
@@ -126,7 +126,7 @@ class Gr00tRuntime:
         for into, feature in zip(deepstack, features[1:], strict=True):
             into[:] = 0  # the graph adds the whole tensor: what an earlier request left behind would be added to text tokens
             into[image] = feature
-        rotary = np.stack([text_rotary(self.layout, positions(row.token_ids, self.layout.image_token, row.grid)) for row in rows])
+        rotary = np.stack([prompt_rotary(self.layout, row.token_ids, row.grid) for row in rows])
         outputs = self._call(
             "vl_backbone",
             inputs_embeds=embeds,

@@ -262,7 +262,7 @@ def test_other_picture_packing_is_refused(checkpoint: Path) -> None:
 
 def test_a_constant_dimension_is_finite_and_named_once(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(checkpoint / "statistics.json", lambda c: c.update(json.loads((CASES / "constant/statistics.json").read_text())))
-    (tmp_path / "policy.json").write_text(json.dumps(from_checkpoint(checkpoint)))
+    (tmp_path / "policy.json").write_text(json.dumps({**from_checkpoint(checkpoint), "contract_version": 1}))
     with caplog.at_level(logging.WARNING):
         contract = load(tmp_path / "policy.json")
     assert len(caplog.records) == 1
@@ -300,7 +300,6 @@ def wrong(path: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("contract_version", 2, "contract_version is 2, this program reads 1"),
         ("model_family", "pi05", "model_family is 'pi05'"),
         ("embodiment_id", -1, "embodiment_id is -1"),
         ("embodiment_id", True, "embodiment_id is True"),
@@ -325,7 +324,14 @@ def test_a_contract_that_contradicts_itself_is_refused_by_field(path: str, value
 
 
 def test_a_good_contract_survives_json(tmp_path: Path) -> None:
-    (tmp_path / "policy.json").write_text(json.dumps({**GOOD, "export_id": "abc", "frontend": "onnx", "checkpoint_fingerprint": "f"}))
+    stamp = {"contract_version": 1, "export_id": "abc", "frontend": "onnx", "checkpoint_fingerprint": "f"}
+    (tmp_path / "policy.json").write_text(json.dumps({**GOOD, **stamp}))
     contract = load(tmp_path / "policy.json")
     assert isinstance(contract, Contract)
     assert (contract.export_id, contract.frontend, contract.checkpoint_fingerprint) == ("abc", "onnx", "f")
+
+
+def test_an_unknown_layout_is_refused_with_both_versions(tmp_path: Path) -> None:
+    (tmp_path / "policy.json").write_text(json.dumps({**GOOD, "contract_version": 2}))
+    with pytest.raises(ContractMismatch, match=r"policy\.json: contract_version is 2, this program reads 1"):
+        load(tmp_path / "policy.json")

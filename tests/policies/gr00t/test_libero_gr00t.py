@@ -106,6 +106,13 @@ def test_an_episode_can_be_played() -> None:
     assert np.abs(second.actions[:, 0]).max() <= 0.7711  # x within the checkpoint's bounds
 
 
+def test_every_row_of_a_batch_keeps_its_own_picture() -> None:
+    played, runtime = policy()
+    pictures = [np.full((256, 256, 3), grey, np.uint8) for grey in (0, 255)]
+    played.act([Request(seen(picture), seed=1, task="t", trial=0, step=0) for picture in pictures])
+    assert [(row.patches.min(), row.patches.max()) for row in runtime.rows] == [(-1.0, -1.0), (1.0, 1.0)]
+
+
 def test_an_empty_instruction_is_refused() -> None:
     played, runtime = policy()
     with pytest.raises(InvalidObservation, match="needs an instruction"):
