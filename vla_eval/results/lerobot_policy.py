@@ -1,0 +1,153 @@
+"""A dataset against the policy that shall learn from it: groups, widths, cameras, and its bounds, dimension by dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..types import BadRequest
+from .lerobot_meta import INFO, MODALITY, STATS, Dataset, Section, is_int, read_object
+from .lerobot_rules import Finding, Steps, settled
+
+POLICY = "action/policy.json"  # where a GR00T bundle says what its robot is
+FAMILY = "gr00t_n1d7"
+_NORMAL_Q99 = 2.326  # deviations from the mean below which 99 % of a normal distribution lies
+FAR, BEYOND, LITTLE = 0.75, 0.2, 0.05  # of the policy's own range
+STILL = 1e-6  # a dimension with a smaller range never moved in training
+
+Bounds = tuple[tuple[float, float], ...]  # [D] of (q01, q99), or of mean ∓ 2.3 deviations
+
+
+@dataclass(frozen=True, slots=True)
+class NeededGroup:
+    """One group that the policy reads or writes."""
+
+    width: int
+    bounds: Bounds = ()  # none: the policy has no bounds for it
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyNeeds:
+    """What a policy wants from a dataset, by the dataset's names."""
+
+    groups: Mapping[Section, Mapping[str, NeededGroup]]
+    cameras: tuple[str, ...]
+    horizon: int | None = None
+    trained_for: tuple[str, ...] = ()  # suites; none: it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One dimension: where the dataset's numbers lie, and where the policy's."""
+
+    name: str  # "action.gripper[0]"
+    low: float
+    high: float
+    policy_low: float
+    policy_high: float
+
+    @property
+    def beyond(self) -> float:
+        """How far the dataset leaves the policy's range, in such ranges."""
+        return max(self.policy_low - self.low, self.high - self.policy_high, 0.0) / max(self.policy_high - self.policy_low, STILL)
+
+    @property
+    def filled(self) -> float:
+        """How much of the policy's range the dataset spans."""
+        return (self.high - self.low) / max(self.policy_high - self.policy_low, STILL)
+
+
+def read_needs(bundle: Path) -> PolicyNeeds:
+    """What a GR00T bundle's policy.json asks for. Raises BadRequest if there is none or it is another model's."""
+    data = settled(read_object(bundle, POLICY), bundle) or {}
+    if data.get("model_family") != FAMILY:
+        raise BadRequest(
+            f"{bundle / POLICY}: model_family is {data.get('model_family')!r}; datasets are compared with {FAMILY!r} bundles only"
+        )
+    groups: dict[Section, Mapping[str, NeededGroup]] = {}
+    sections: tuple[Section, Section] = ("state", "action")
+    for section in sections:
+        try:
+            groups[section] = {str(entry["key"]): _needed(entry) for entry in data[section]["groups"]}
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadRequest(f"{bundle / POLICY}: {section}.groups cannot be read ({error!r}); export the checkpoint again") from error
+    horizon = data["action"].get("horizon")
+    cameras, suites = (tuple(map(str, data.get(key) or ())) for key in ("cameras", "trained_for"))
+    return PolicyNeeds(groups, cameras, horizon if is_int(horizon) else None, suites)
+
+
+def compare(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[str, list[float]]]) -> list[Compared]:
+    """Each dimension that both sides have numbers for."""
+    found = []
+    for section, wanted in needs.groups.items():
+        for name, need in wanted.items():
+            group = dataset.groups.get(section, {}).get(name)
+            said = stats.get(group.column, {}) if group else {}
+            if group is None or group.end - group.start != need.width or not {"q01", "q99"} <= said.keys():
+                continue
+            for i, (low, high) in enumerate(need.bounds):
+                place = group.start + i
+                found.append(Compared(f"{section}.{name}[{i}]", said["q01"][place], said["q99"][place], low, high))
+    return found
+
+
+def against(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[str, list[float]]]) -> Steps[None]:
+    """Where the dataset is not what the policy was made for."""
+    for section, wanted in needs.groups.items():
+        offered, named = dataset.groups.get(section, {}), dataset.named.get(section)
+        for name, need in wanted.items():
+            group = offered.get(name)
+            if named is None or (group is None and name in named):
+                continue  # what is wrong there has been said
+            if group is None:
+                yield Finding(
+                    "policy-group",
+                    MODALITY,
+                    f"{section}.{name} is missing, which the policy needs; there are {', '.join(offered) or 'none'}",
+                )
+            elif (width := group.end - group.start) != need.width:
+                yield Finding(
+                    "policy-width", MODALITY, f"{section}.{name} is {group.start}:{group.end}, {width} wide; the policy has {need.width}"
+                )
+    cameras = dataset.named.get("video", frozenset())
+    if missing := [name for name in needs.cameras if name not in cameras]:
+        told = f"the policy looks through {', '.join(needs.cameras)}; there are {', '.join(sorted(cameras)) or 'none'}"
+        by_place = ", and as many as it wants: the loader would pair them by position" if len(cameras) == len(needs.cameras) else ""
+        yield Finding("policy-camera", MODALITY, f"camera {missing[0]!r} is missing: {told}{by_place}")
+    for one in compare(dataset, needs, stats):
+        told = f"{one.name} runs {one.low:.4g}…{one.high:.4g} (q01…q99), the policy's bounds are {one.policy_low:.4g}…{one.policy_high:.4g}"
+        moves = one.policy_high - one.policy_low > STILL
+        if moves and one.beyond > FAR:
+            yield Finding("policy-scale", STATS, f"{told}{_reason(one)}")
+        elif one.beyond > BEYOND or (moves and one.filled < LITTLE):
+            yield Finding("policy-range", STATS, told)
+    suites = {str(record.extra["source"].get("task", "")).partition("@")[0] for record in dataset.episodes if _has_source(record.extra)}
+    if needs.trained_for and (strange := sorted(suites - set(needs.trained_for))):
+        yield Finding(
+            "policy-suite", INFO, f"episodes are of {', '.join(strange)}; the policy was trained for {', '.join(needs.trained_for)}"
+        )
+
+
+def _has_source(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("source"), dict)
+
+
+def _reason(one: Compared) -> str:
+    if 40 < one.filled < 80:
+        return "; 57 times as far: degrees against radians?"
+    if one.low < -0.9 and one.high > 0.9 and one.policy_low >= -0.1 and one.policy_high <= 1.1:
+        return "; -1…1 against 0…1: the environment's gripper against the policy's?"
+    return ""
+
+
+def _needed(entry: Mapping[str, Any]) -> NeededGroup:
+    encoding, width = entry["encoding"], int(entry["dim"])
+    if encoding == "bounds":
+        pairs = zip(entry["low"], entry["high"], strict=True)
+        return NeededGroup(width, tuple((float(low), float(high)) for low, high in pairs))
+    if encoding == "mean_std":
+        spread = [(float(mean), _NORMAL_Q99 * float(std)) for mean, std in zip(entry["mean"], entry["std"], strict=True)]
+        return NeededGroup(width, tuple((mean - far, mean + far) for mean, far in spread))
+    return NeededGroup(width)  # sines and cosines have no bounds
