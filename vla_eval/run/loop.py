@@ -183,7 +183,7 @@ def resume(
         old = replace(old, revision={**old.revision, "resumed": [*old.revision.get("resumed", []), now.revision]})
     run = Run(policy, tasks, old, workers=workers, video=video, stop=stop, limits=limits or Limits())
     try:
-        run._keep(RunFolder(kept.path, old))
+        run._keep(kept)
         if run.todo:
             run._stand()
         run._amend(run.manifest)

@@ -143,16 +143,14 @@ def _array(found: dict[Any, Any]) -> Any:
     if b"__ndarray__" not in found:
         return found
     try:
-        data, dtype, shape = found[b"data"], np.dtype(found[b"dtype"]), found[b"shape"]
+        data, dtype, shape = found[b"data"], np.dtype(str(found[b"dtype"])), found[b"shape"]
         check_plain(dtype, "an array in a message")
     except (KeyError, TypeError, ValueError, BadRequest) as error:
         raise WireError(f"an array in a message is refused: {error}") from error
     if not isinstance(data, bytes) or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise WireError(f"an array in a message claims the shape {shape}")
     if math.prod(shape) * dtype.itemsize != len(data):
-        raise WireError(
-            f"an array in a message claims {math.prod(shape) * dtype.itemsize} bytes by its shape {shape}, {len(data)} are there"
-        )
+        raise WireError(f"an array in a message claims the shape {shape} of {dtype}, but {len(data)} bytes are there")
     return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a copy of its own: policies may write into it
 
 

@@ -164,6 +164,7 @@ class Worker:
         self.connection.close()
         words = last_words(self.words)
         self.words.close()
+        self.trace.close()
         return ", ".join(part for part in (killed, words) if part)
 
     def states(self) -> bytes:
@@ -176,7 +177,8 @@ class Worker:
 def spawn() -> Worker:
     """Start a simulator's process: it finds the modules that this one finds, and Ctrl-C is not for it."""
     here, there = socket.socketpair()
-    trace, words = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (they live as long as the worker)
+    trace = os.fdopen(os.memfd_create("states"), "r+b", buffering=0)  # in memory: a full disk must not break a replay
+    words = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the worker)
     environment = os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONHASHSEED": "0"}
     with there:
         process = subprocess.Popen(

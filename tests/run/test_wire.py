@@ -1,0 +1,157 @@
+"""The wire refuses everything that is not what it says it is, before it costs anything."""
+
+from __future__ import annotations
+
+import os
+import pickle  # noqa: TID251 - to see it refused
+import socket
+import struct
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vla_eval.run.wire import MAGIC, Connection, WireError, chunk_from, interface_from, pack, request_from, shallow, unpack
+from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, Interface, Observation, Request
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Connection(ours, limit=1 << 20), theirs
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.putenv, ("VLA_EVAL_EXPLODED", "1")
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_pickle_on_the_socket_is_refused_and_never_loaded(ends: tuple[Connection, socket.socket], protocol: int) -> None:
+    connection, stranger = ends
+    stranger.sendall(pickle.dumps(Bomb(), protocol=protocol))
+    with pytest.raises(WireError, match="no frame of ours"):
+        connection.receive(5)
+    assert "VLA_EVAL_EXPLODED" not in os.environ
+
+
+def test_a_pickle_inside_a_frame_is_refused(ends: tuple[Connection, socket.socket]) -> None:
+    body = pickle.dumps(Bomb())
+    ends[1].sendall(struct.pack(">4sQ", MAGIC, len(body)) + body)
+    with pytest.raises(WireError, match="no msgpack|no map"):
+        ends[0].receive(5)
+
+
+def test_a_message_survives_the_wire_in_pieces(ends: tuple[Connection, socket.socket]) -> None:
+    connection, other = ends
+    frame = pack({"kind": "x", "array": np.arange(6, dtype=">i2").reshape(2, 3), "text": "ü", "none": None, "flag": np.bool_(True)})
+    for index in range(len(frame) - 1):
+        other.sendall(frame[index : index + 1])
+        assert connection.arrived() == []
+    other.sendall(frame[-1:] + frame)
+    first, second = connection.arrived()
+    assert first["text"] == "ü"
+    assert first["flag"] is True
+    np.testing.assert_array_equal(first["array"], [[0, 1, 2], [3, 4, 5]])
+    assert first["array"].flags.writeable
+    assert second["array"].dtype == np.dtype(">i2")
+
+
+def test_a_claimed_length_costs_no_memory(ends: tuple[Connection, socket.socket]) -> None:
+    connection, other = ends
+    other.sendall(struct.pack(">4sQ", MAGIC, 56 << 30))
+    tracemalloc.start()
+    try:
+        with pytest.raises(WireError, match="claims 60129542144 bytes, more than the 1048576 allowed"):
+            connection.receive(5)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20  # one piece of the stream is 1 MiB
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "data", "says"),
+    [
+        ([1 << 40, 1 << 40], "<f8", b"", "claims the shape"),
+        ([-1], "<f8", b"12345678", "claims the shape"),
+        ([2.0], "<f8", b"1" * 16, "claims the shape"),
+        ([True], "<f8", b"12345678", "claims the shape"),
+        ([3], "<f8", b"12345678", "claims the shape"),
+        ([], "<f8", b"", "claims the shape"),
+        ([1], "|O", b"12345678", "only an unpickler"),
+        ([1], "|V8", b"12345678", "only an unpickler"),
+        ([1], "rubbish", b"12345678", "refused"),
+        (None, "<f8", b"12345678", "claims the shape"),
+    ],
+)
+def test_an_array_that_is_not_what_it_claims_is_refused(shape: Any, dtype: str, data: bytes, says: str) -> None:
+    array = {b"__ndarray__": True, b"data": data, b"dtype": dtype, b"shape": shape}
+    with pytest.raises(WireError, match=says):
+        unpack(msgpack.packb({"kind": "x", "array": array}))
+
+
+def test_an_array_of_objects_is_never_sent() -> None:
+    with pytest.raises(Exception, match="only an unpickler"):
+        pack({"kind": "x", "array": np.array([None], object)})
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
+    try:
+        assert isinstance(unpack(body)["kind"], str)
+    except WireError:
+        pass
+
+
+def test_silence_and_a_closed_end_are_said(ends: tuple[Connection, socket.socket]) -> None:
+    connection, other = ends
+    with pytest.raises(WireError, match=r"no message within 0\.01 s"):
+        connection.receive(0.01)
+    other.close()
+    with pytest.raises(WireError, match="closed the connection"):
+        connection.receive(5)
+
+
+def test_a_reader_that_never_reads_does_not_hold_the_writer(ends: tuple[Connection, socket.socket]) -> None:
+    with pytest.raises(WireError, match="was not taken within"):
+        ends[0].send({"kind": "x", "data": b"0" * (8 << 20)}, 0.05)
+
+
+def test_nouns_cross_the_wire_unchanged() -> None:
+    request = Request(
+        Observation(
+            images={"front": np.arange(12, dtype=np.uint8).reshape(2, 2, 3)},
+            state={"eef_pos": np.array([0.1, -0.0, np.pi])},
+            instruction="lift",
+            privileged={
+                "goal": (("on", "a", "b"),), "holds": [False], "poses": {"a": np.zeros(7)}, "joints": {}, "regions": {},
+                "extents": {}, "shapes": {}, "parents": {"b": "a"},
+            },
+        ),
+        seed=2**32 - 1, task="t@p/0", trial=3, step=8, memory=b"\x00\xff",
+    )  # fmt: skip
+    back = request_from(unpack(pack({"kind": "x", "r": shallow(request)})[12:])["r"])
+    assert (back.seed, back.task, back.trial, back.step, back.memory) == (2**32 - 1, "t@p/0", 3, 8, b"\x00\xff")
+    assert back.observation["state"]["eef_pos"].tobytes() == request.observation["state"]["eef_pos"].tobytes()
+    assert back.observation["privileged"]["goal"] == [("on", "a", "b")]
+    np.testing.assert_array_equal(back.observation["images"]["front"], request.observation["images"]["front"])
+    interface = Interface(cameras={"front": (2, 2)}, state=ARM_STATE, action=ARM_ACTION, control_hz=20)
+    assert interface_from(unpack(pack({"kind": "x", "i": shallow(interface)})[12:])["i"]) == Interface(
+        {"front": (2, 2)}, dict(ARM_STATE), list(ARM_ACTION), 20.0
+    )
+    chunk = chunk_from(unpack(pack({"kind": "x", "c": shallow(ActionChunk(np.ones((2, 7), np.float32), {"pack": 0.5}, b"m"))})[12:])["c"])
+    assert chunk.actions.dtype == np.float32
+    assert chunk.seconds == {"pack": 0.5}
+    assert chunk.memory == b"m"
+
+
+@pytest.mark.parametrize("wrong", [{}, {"actions": 1, "extra": 2}, {"actions": 1, "memory": "text"}, [1, 2], None])
+def test_a_map_that_is_no_chunk_is_refused(wrong: Any) -> None:
+    with pytest.raises(WireError):
+        chunk_from(wrong)
