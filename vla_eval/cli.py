@@ -78,6 +78,9 @@ def run(
     task: Words = (),
     policy: str | None = None,
     bundle: Path | None = None,
+    checkpoint: str | None = None,
+    bundles: Path | None = None,
+    yes: Flag = False,
     trials: int | None = None,
     seed: int | None = None,
     workers: int = 1,
@@ -97,7 +100,10 @@ def run(
     Args:
         task: A suite or some of its tasks: libero_10, libero_10/3, libero_10@gr00t/0-4,7. Several --task make one run each.
         policy: A name that `vla-eval list` shows.
-        bundle: The folder with the policy's engines, if it has any.
+        bundle: The folder with the policy's engines, if it has any. [default: found in --bundles, else made of a checkpoint]
+        checkpoint: A folder or REPO[/FOLDER] to make the bundle from. [default: what the policy's owner publishes for the suite]
+        bundles: The folder that holds bundles. [default: $VLA_EVAL_BUNDLES, else one in the user's data folder]
+        yes: Download what is missing without asking.
         trials: Episodes of each task, trials 0 to N-1. [default: 10]
         seed: Of the run; every episode and every chunk has one made from it. [default: 0]
         workers: Simulator processes; 0 plays in this one, for a debugger.
@@ -124,7 +130,9 @@ def run(
         tasks = _tasks_of(folder)
         if task and {t.id for t in registry.select_tasks(task[0], protocol)} != {t.id for t in tasks}:
             raise BadRequest(f"{resume} is a run of {', '.join(t.id for t in tasks)}, not of --task {task[0]}; leave --task out")
-        player, facts = _loaded(policy or folder.manifest.policy, bundle, options or folder.manifest.options)
+        name = policy or folder.manifest.policy
+        bundle = bundle or _found(name, folder.manifest.suite, bundles, checkpoint, yes, folder.manifest.bundle)
+        player, facts = _loaded(name, bundle, folder.manifest.suite, options or folder.manifest.options)
         again = loop.resume(resume, player, tasks, workers=workers, video=video, accept_revision=accept_revision, **given, **facts)
         return _ended([_play(again, video)])
     if not task or policy is None:
@@ -132,9 +140,13 @@ def run(
     if accept_revision:
         raise BadRequest("--accept-revision goes with --resume; a new run has the present revision")
     suites = [registry.select_tasks(spec, protocol) for spec in task]  # all of them are known before the first is played
-    player, facts = _loaded(policy, bundle, options)
-    facts |= {"out": out, "video": video, "workers": workers, "command": ["vla-eval", *sys.argv[1:]]}
-    return _ended([_play(loop.start(player, tasks, **given, **facts), video) for tasks in suites])
+    places = [bundle or _found(policy, tasks[0].suite, bundles, checkpoint, yes) for tasks in suites]
+    given |= {"out": out, "video": video, "workers": workers, "command": ["vla-eval", *sys.argv[1:]]}
+    ended = []
+    for tasks, place in zip(suites, places, strict=True):
+        player, facts = _loaded(policy, place, tasks[0].suite, options)
+        ended.append(_play(loop.start(player, tasks, **given, **facts), video))
+    return _ended(ended)
 
 
 def _options(words: Sequence[str]) -> dict[str, Any]:
@@ -154,14 +166,40 @@ def _options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def _loaded(name: str, bundle: Path | None, options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
+def _found(policy: str, suite: str, folder: Path | None, checkpoint: str | None, yes: bool, digest: str | None = None) -> Path | None:
+    """The bundle for a policy that has engines, when none was named, by preference the one of `digest`; None for a policy without."""
+    if policy not in registry.names(registry.RECIPES):
+        if checkpoint is not None:
+            raise BadRequest(f"--checkpoint: policy {policy!r} has no engines to make")
+        return None
+    from .bundles import obtain, shelf
+
+    agree = (lambda _: True) if yes else _agreed
+    return obtain(policy, suite, folder=shelf(folder), checkpoint=checkpoint, digest=digest, agree=agree, say=_say)
+
+
+def _agreed(offer: str) -> bool:
+    """A yes on a terminal; nobody is asked in CI, in a pipe or behind --json."""
+    if os.environ.get("CI") or not (sys.stdin and sys.stdin.isatty() and stderr.is_terminal):
+        return False
+    stderr.print(Text(f"{offer} [y/N] "), end="")
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _say(line: str) -> None:
+    stderr.print(Text(f"vla-eval: {line}"))
+
+
+def _loaded(name: str, bundle: Path | None, suite: str, options: Mapping[str, Any]) -> tuple[Policy, dict[str, Any]]:
     """The policy, and what the manifest has to say about its engines."""
     if bundle is None:
         return registry.load_policy(name, **options), {}
+    from .bundles import check_fits
     from .engines.bundle import open_bundle
 
-    digest = open_bundle(bundle).digest
-    return registry.load_policy(name, bundle=bundle, **options), {"bundle": digest}
+    opened = open_bundle(bundle)
+    check_fits(opened, name, suite)
+    return registry.load_policy(name, bundle=bundle, **options), {"bundle": opened.digest}
 
 
 def _tasks_of(folder: RunFolder) -> list[Task]:
@@ -300,6 +338,61 @@ def render(
             films.append(str(folder.path / str(record.video)))
             advance(films[-1], "")
     return Answer({"videos": films}, Text("\n".join(films) or f"{run}: no episode to draw"))
+
+
+@app.command
+def infer(bundle: Path, /, *, observation: Path, noise: Path | None = None, seed: int = 0, option: Words = ()) -> Answer:
+    """Ask a bundle once: an observation in, the chunk of actions out, normalised and in robot units.
+
+    Args:
+        bundle: A bundle.
+        observation: A .npz whose arrays have the keys, dtypes and shapes of the bundle's robot, instruction included.
+        noise: A .npy with the start of the flow, one row for each observation. [default: drawn from the seed]
+        seed: Of the noise, if none is given.
+        option: NAME=VALUE for the policy, as in `run`.
+    """
+    from .arrays import read_npy, read_npz
+    from .engines.bundle import open_bundle
+
+    opened = open_bundle(bundle)
+    seen = {key: value.item() if value.dtype.kind == "U" and value.ndim == 0 else value for key, value in read_npz(observation).items()}
+    start = None if noise is None else read_npy(noise)
+    policy = registry.load_policy(opened.model, bundle=bundle, **_options(option))
+    if not hasattr(policy, "infer"):
+        raise BadRequest(f"policy {opened.model!r} cannot be asked outside an episode; it has no `infer`")
+    arrays = policy.infer(seen, noise=start, seed=seed)
+    table = Table("array", "shape", "least", "most", "first row", title=f"{bundle}, {opened.model}", title_justify="left")
+    for key, array in arrays.items():
+        first = " ".join(f"{number:.4g}" for number in array.reshape(-1, array.shape[-1])[0][:8]) + (" …" if array.shape[-1] > 8 else "")
+        table.add_row(key, str(list(array.shape)), f"{array.min():.4g}", f"{array.max():.4g}", first)
+    return Answer({"bundle": opened.digest, "arrays": {key: array.tolist() for key, array in arrays.items()}}, table)
+
+
+@app.command(name="bundles")
+def bundles_(folder: Path | None = None, /) -> Answer:
+    """Show the bundles that `run` can find, with the suites they serve, precision, route, digest and size.
+
+    Args:
+        folder: Where to look. [default: $VLA_EVAL_BUNDLES, else a folder in the user's data folder]
+    """
+    from . import bundles
+
+    place = bundles.shelf(folder)
+    found, broken = bundles.bundles(place)
+    table = Table("bundle", "policy", "suites", "precision", "route", "digest", "size", title=str(place), title_justify="left")
+    told = []
+    for bundle in found:
+        size, dtype = bundles.size(bundle), str(bundle.options.get("dtype", "?"))
+        served = bundles.suites(bundle)
+        row = {"path": str(bundle.path), "policy": bundle.model, "suites": served, "dtype": dtype, "frontend": bundle.frontend}
+        told.append({**row, "digest": bundle.digest, "export_id": bundle.export_id, "bytes": size})
+        table.add_row(
+            bundle.path.name, bundle.model, ", ".join(served) or "any", dtype, bundle.frontend, bundle.digest[:12], f"{size / 1e6:.1f} MB"
+        )
+    for sentence in broken:
+        _log.warning("%s", sentence)
+    shown = table if found else Text(f"{place} holds no bundle; vla-eval export makes one")
+    return Answer({"folder": str(place), "bundles": told, "broken": broken}, shown)
 
 
 @app.command

@@ -12,6 +12,7 @@ from typing import Any
 from .types import BadRequest, Policy, Task, VlaEvalError
 
 POLICIES, RECIPES, TASKS = "vla_eval.policies", "vla_eval.recipes", "vla_eval.tasks"
+PUBLISHED = "vla_eval.published"
 
 
 def load_policy(name: str, bundle: Any = None, **options: Any) -> Policy:
@@ -26,6 +27,11 @@ def load_recipe(name: str) -> Callable[..., Any]:
     """The function `recipe(checkpoint, out, **options)` that turns a checkpoint of that model into a bundle."""
     recipe: Callable[..., Any] = _load(RECIPES, name)
     return recipe
+
+
+def load_published(name: str) -> Callable[[str], Any] | None:
+    """The function that says where a model's checkpoint for a suite is published, if its plug-in has one (see `vla_eval.bundles`)."""
+    return _load(PUBLISHED, name) if name in names(PUBLISHED) else None
 
 
 def load_tasks(name: str) -> list[Task]:
@@ -120,7 +126,7 @@ def _all_tasks(suite: str) -> Sequence[Task]:
 
 
 def _load(group: str, name: str) -> Any:
-    kind = {POLICIES: "policy", RECIPES: "model", TASKS: "suite"}[group]
+    kind = {POLICIES: "policy", RECIPES: "model", TASKS: "suite", PUBLISHED: "model"}[group]
     points = [point for point in entry_points(group=group) if point.name == name]
     if not points:
         raise BadRequest(unknown(kind, name, names(group)))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vla_eval.bundles import Part, Published
 from vla_eval.engines.bundle import Bundle
 from vla_eval.images import mirror
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, ContractMismatch, Interface, Observation, Request, Vector
@@ -19,6 +20,7 @@ from .policy import Gr00tPolicy, open_policy
 from .processor import decode_chunk
 from .runtime import Inputs
 
+PUBLISHED_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
 SIDE = 256  # pixels, as the training data were rendered
 CAMERAS = {"image": "agentview", "wrist_image": "robot0_eye_in_hand"}  # the checkpoint's name -> the environment's
 STATE = {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 2}
@@ -74,6 +76,16 @@ def load(bundle: str | Path | Bundle | None = None, *, backend: str = "auto", st
             "`vla-eval export --model gr00t --checkpoint DIR --out BUNDLE` makes one, and `--bundle BUNDLE` names it"
         )
     return Gr00tLibero(open_policy(bundle, backend=backend, steps=steps))
+
+
+def published(suite: str) -> Published | None:
+    """Where NVIDIA publishes the checkpoint of a suite, and Qwen the tokenizer that it does not ship."""
+    if suite not in PUBLISHED_SUITES:
+        return None
+    weights = Part("checkpoint", "nvidia/GR00T-N1.7-LIBERO", suite, ("*.json", "*.safetensors", "processor/*"), ("config.json",))
+    names = ("tokenizer.json", "tokenizer_config.json")
+    tokenizer = Part("tokenizer", "Qwen/Qwen3-VL-2B-Instruct", "", (*names, "chat_template.j*", "preprocessor_config.json"), names)
+    return Published((weights, tokenizer), {"embodiment": "libero_sim"})
 
 
 def to_robot(observation: Observation, language_key: str) -> dict[str, Any]:
