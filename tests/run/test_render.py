@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,10 @@ import pytest
 from imageio_ffmpeg import get_ffmpeg_exe
 
 from vla_eval import ActionChunk, Interface, Request, load_policy, load_tasks
-from vla_eval.results.film import film
 from vla_eval.results.folder import RunFolder, open_run
 from vla_eval.run import loop, render
 from vla_eval.types import ARM_ACTION, ARM_STATE, BadRequest, Image
 
-CASES = Path(__file__).parent.parent / "cases" / "video"
 CAMERAS = {"agentview": (64, 64), "robot0_eye_in_hand": (64, 64)}
 
 
@@ -52,55 +50,9 @@ def decoded(path: Path) -> tuple[np.ndarray, float]:
     command = [get_ffmpeg_exe(), "-loglevel", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     raw = subprocess.run(command, capture_output=True, check=True).stdout
     about = subprocess.run([get_ffmpeg_exe(), "-i", str(path)], capture_output=True, text=True, check=False).stderr
-    width, height = map(int, re.search(r", (\d+)x(\d+)", about).groups())
-    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3), float(re.search(r"([\d.]+) fps", about)[1])
-
-
-def decibels(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Peak signal to noise."""
-    return float(10 * np.log10(255**2 / max(float(np.mean((found.astype(float) - wanted.astype(float)) ** 2)), 1e-9)))
-
-
-@pytest.mark.parametrize(
-    ("name", "size"), [("both_odd", (256, 258)), ("height_odd", (256, 256)), ("width_odd", (256, 258)), ("one_pixel", (2, 2))]
-)
-def test_odd_sizes_are_padded_at_the_right_and_bottom_and_never_rescaled(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
-    frames = np.load(CASES / "odd_frames.npz")[name]
-    film(tmp_path / "a.mp4", iter(frames), 20)
-    found, fps = decoded(tmp_path / "a.mp4")
-    assert found.shape == (len(frames), *size, 3)
-    assert fps == 20
-    height, width = frames.shape[1:3]
-    assert decibels(found[:, :height, :width], frames) >= 35  # padding gives 40 and more here, any rescaling below 19
-
-
-def test_an_interrupted_film_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a.mp4"
-    path.write_bytes(b"old")
-
-    def frames() -> Iterator[Image]:
-        yield np.zeros((16, 16, 3), np.uint8)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        film(path, frames(), 20)
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("a.mp4", b"old")]
-
-
-@pytest.mark.parametrize("fps", [0, -1, float("nan"), 1e9])
-def test_a_film_needs_a_rate(tmp_path: Path, fps: float) -> None:
-    with pytest.raises(BadRequest, match="frames a second"):
-        film(tmp_path / "a.mp4", iter([np.zeros((2, 2, 3), np.uint8)]), fps)
-
-
-def test_a_film_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="cannot be written"):
-        film(tmp_path / "nowhere" / "a.mp4", iter([np.zeros((2, 2, 3), np.uint8)] * 3), 20)
-
-
-def test_a_film_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="without frames"):
-        film(tmp_path / "a.mp4", iter(()), 20)
+    found = re.search(r", (\d+)x(\d+).* ([\d.]+) fps", about)
+    assert found
+    return np.frombuffer(raw, np.uint8).reshape(-1, int(found[2]), int(found[1]), 3), float(found[3])
 
 
 def test_what_is_drawn_from_the_file_is_what_the_policy_saw(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
+from ..results.film import Film, beside
 from ..results.folder import Episode, write_episode
 from ..types import ARM_STATE, ActionChunk, EpisodeRecord, Info, Observation, Task, Vector, VlaEvalError
 
@@ -124,9 +125,7 @@ class FrameRecorder:
     """Writes a video while the episode runs, for environments whose pictures cannot be drawn from recorded states."""
 
     def __init__(self, path: Path, fps: float) -> None:
-        self._path, self._fps = path, fps
-        self._temporary = path.with_name(f".{path.stem}.{os.getpid()}.tmp{path.suffix}")
-        self._writer: Any = None
+        self._path, self._film, self._frames = path, Film(path, fps), 0
 
     def begin(self, task: Task, trial: int, observation: Observation, info: Info, snapshot: Vector | None) -> None:
         self._frame(observation)
@@ -137,32 +136,15 @@ class FrameRecorder:
         self._frame(observation)
 
     def end(self, record: EpisodeRecord) -> EpisodeRecord:
-        if self._writer is None:
+        if self._frames == 0:
             return record
-        self._writer.close()
-        self._temporary.replace(self._path)
+        self._film.close()
         return replace(record, video=f"{self._path.parent.name}/{self._path.name}")
 
     def _frame(self, observation: Observation) -> None:
-        images = list(observation.get("images", {}).values())
-        if not images:
-            return
-        height = max(image.shape[0] for image in images)
-        frame = np.concatenate([np.pad(image, ((0, height - image.shape[0]), (0, 0), (0, 0))) for image in images], axis=1)
-        even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)))  # the encoder takes even sizes only
-        if self._writer is None:
-            self._writer = _encoder(self._temporary, even.shape[1], even.shape[0], self._fps)
-        self._writer.send(np.ascontiguousarray(even))
-
-
-def _encoder(path: Path, width: int, height: int, fps: float) -> Any:
-    import imageio_ffmpeg
-
-    writer = imageio_ffmpeg.write_frames(
-        str(path), (width, height), fps=fps, codec="libx264", pix_fmt_out="yuv420p", macro_block_size=2, ffmpeg_log_level="error"
-    )
-    writer.send(None)
-    return writer
+        if images := observation.get("images"):
+            self._film.add(beside(images.values()))
+            self._frames += 1
 
 
 def proprio(observation: Observation) -> Vector:

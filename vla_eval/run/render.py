@@ -9,20 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from imageio_ffmpeg import count_frames_and_secs, write_frames
 from PIL import Image as Pillow
 from PIL import ImageDraw, ImageFont
 
 from ..contract import Env, open_env
 from ..registry import load_tasks
+from ..results.film import beside, film
 from ..results.folder import Episode, RunFolder
-from ..types import BadRequest, EpisodeRecord, Image, Interface, Outcome, VlaEvalError
+from ..types import BadRequest, EpisodeRecord, Image, Interface, Outcome
 
-CRF = "18"  # libx264's quality: above 40 dB on rendered scenes
 FONT_PX = 13
 DARK, BRIGHT, DIM, TRUE, MARK = (24, 24, 27), (244, 244, 245), (140, 140, 150), (74, 222, 128), (250, 204, 21)
 
@@ -113,7 +111,7 @@ def captioned(pictures: Iterable[Mapping[str, Image]], episode: Episode, instruc
     steps = len(episode.states) - 1
     names = [str(name) for name in episode.predicate_names]
     for step, views in enumerate(pictures):
-        picture = beside(list(views.values()))
+        picture = beside(views.values())
         width = picture.shape[1]
         lines = _wrapped(instruction, width - 12)
         line_px = FONT_PX + 4
@@ -133,47 +131,6 @@ def captioned(pictures: Iterable[Mapping[str, Image]], episode: Episode, instruc
             draw.rectangle((6, top + 3, 6 + FONT_PX - 4, top + FONT_PX - 1), fill=TRUE if holds else None, outline=TRUE if holds else DIM)
             draw.text((6 + FONT_PX, top), name, TRUE if holds else DIM, _font())
         yield np.concatenate([picture, np.asarray(bar)])
-
-
-def beside(pictures: Sequence[Image]) -> Image:
-    """Pictures from left to right, black below the lower ones."""
-    height = max(picture.shape[0] for picture in pictures)
-    return np.concatenate([np.pad(p, ((0, height - p.shape[0]), (0, 0), (0, 0))) for p in pictures], axis=1)
-
-
-def film(path: Path, pictures: Iterable[Image], fps: float) -> None:
-    """Write [H, W, 3] frames as H.264 in mp4, padded at the right and bottom to even sizes, never rescaled.
-
-    Under a temporary name first: an interrupted film leaves the old file or none. Raises BadRequest if it cannot be written.
-    """
-    if not 0 < fps <= 1000:
-        raise BadRequest(f"{fps} frames a second cannot be filmed; give a rate above 0 and up to 1000")
-    temporary = path.with_name(f".{path.stem}.part.mp4")
-    writer, sent = None, 0
-    try:
-        for picture in pictures:
-            even = np.pad(picture, ((0, picture.shape[0] % 2), (0, picture.shape[1] % 2), (0, 0)), mode="edge")
-            if writer is None:
-                size = (even.shape[1], even.shape[0])
-                writer = write_frames(
-                    temporary, size, fps=fps, codec="libx264", quality=None, macro_block_size=2, ffmpeg_log_level="error",
-                    output_params=["-crf", CRF, "-movflags", "+faststart"],
-                )  # fmt: skip
-                writer.send(None)
-            writer.send(np.ascontiguousarray(even))
-            sent += 1
-        if writer is None:
-            raise BadRequest(f"{path}: an episode without frames makes no film")
-        writer.close()
-        if (written := count_frames_and_secs(str(temporary))[0]) != sent:
-            raise VlaEvalError(f"{path}: ffmpeg wrote {written} of {sent} frames; is the disk full?")
-        temporary.replace(path)
-    except (OSError, RuntimeError) as error:
-        raise BadRequest(f"{path}: the film cannot be written, ffmpeg's own message stands above; is the disk full?") from error
-    finally:
-        if writer is not None:
-            writer.close()
-        temporary.unlink(missing_ok=True)
 
 
 def _numbers(folder: RunFolder, task_id: str) -> Mapping[str, Any]:
