@@ -323,7 +323,8 @@ class Run:
             manifests.differences(self.manifest.versions, {name: versions[name] for name in self.manifest.versions}, "versions")
         ):
             raise BadRequest(f"{task.id}: the simulator is not what this run began with: {'; '.join(differs)}. Start a new run instead")
-        protocol = {**self.manifest.protocol, "tasks": {**tasks, task.id: {**tasks[task.id], "starts": facts.starts}}}
+        said = {"starts": facts.starts, "control_hz": facts.interface.control_hz}
+        protocol = {**self.manifest.protocol, "tasks": {**tasks, task.id: {**tasks[task.id], **said}}}
         amended = replace(self.manifest, protocol=protocol, versions=versions, hardware={**self.manifest.hardware, **facts.hardware})
         if amended != self.manifest:
             self._amend(amended)

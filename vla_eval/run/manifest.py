@@ -68,7 +68,7 @@ def build(
 
 
 def protocol(tasks: Sequence[Task], replan_source: str) -> dict[str, Any]:
-    """Every number that a score depends on, by task. `starts` is the digest of the initial states, once a simulator has read them."""
+    """Every number that a score depends on, by task. `starts` (a digest) and `control_hz` are a simulator's to say."""
     return {
         "seeding": SEEDING,
         "replan": replan_source,
@@ -80,6 +80,7 @@ def protocol(tasks: Sequence[Task], replan_source: str) -> dict[str, Any]:
                 "trials": task.trials,
                 "env_kwargs": dict(task.env_kwargs),
                 "starts": None,
+                "control_hz": None,
             }
             for task in tasks
         },
@@ -138,7 +139,7 @@ def changed(manifest: RunManifest, now: RunManifest) -> list[str]:
     kept = {name: before[name] for name in names}
     new = {name: after[name] for name in names}
     for task, numbers in kept["protocol"].get("tasks", {}).items():  # what a simulator said is compared when one stands
-        new["protocol"]["tasks"].get(task, {})["starts"] = numbers.get("starts")
+        new["protocol"]["tasks"].get(task, {}).update(starts=numbers.get("starts"), control_hz=numbers.get("control_hz"))
     new["versions"] = {**kept["versions"], **new["versions"]}
     return list(differences(kept, new))
 
