@@ -19,6 +19,7 @@ from .types import BadRequest, VlaEvalError
 log = logging.getLogger(__name__)
 
 VARIABLE = "VLA_EVAL_BUNDLES"
+SOURCE = "source.json"  # in a bundle that `run` made: from which checkpoint, with which options
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +246,13 @@ def _exported(
     from .engines.weights import open_checkpoint
 
     checkpoint = parts["checkpoint"]
-    fingerprint = open_checkpoint(checkpoint).fingerprint
+    source = {
+        "model": policy,
+        "checkpoint_fingerprint": open_checkpoint(checkpoint).fingerprint,
+        "options": {k: str(v) for k, v in options.items()},
+    }
     for bundle in found:
-        if bundle.model == policy and bundle.fingerprint == fingerprint and all(bundle.options.get(k) == v for k, v in options.items()):
+        if _source(bundle) == source:
             say(f"using bundle {bundle.path}, made of {checkpoint}")
             return bundle.path
     recipe = registry.load_recipe(policy)
@@ -259,6 +264,15 @@ def _exported(
     say(f"exporting {checkpoint} into {folder}; this is done once")
     try:
         made: Bundle = recipe(checkpoint, making, **given)
+        (making / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
         return making.rename(folder / f"{policy}-{name}-{made.export_id[:8]}")
     finally:
         shutil.rmtree(making, ignore_errors=True)
+
+
+def _source(bundle: Bundle) -> Any:
+    """What `run` made the bundle from; None for one that was exported by hand."""
+    try:
+        return json.loads((bundle.path / SOURCE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
