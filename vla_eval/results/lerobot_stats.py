@@ -199,7 +199,7 @@ def _entry(name: str, width: int, entry: Mapping[str, Any]) -> Steps[dict[str, l
 
 def _float32(values: NDArray[Any]) -> NDArray[np.float32]:
     """[N, D] float32, as the reference computes in; minus zero becomes zero, so that both sort alike."""
-    return values.reshape(len(values), -1).astype(np.float32) + np.float32(0)
+    return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float32) + np.float32(0)
 
 
 def _sortable(rows: NDArray[np.float32]) -> NDArray[np.uint32]:
