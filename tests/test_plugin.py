@@ -1,0 +1,91 @@
+"""Somebody else's package, really built and installed: its suite, environment and policy are found by name and used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent / "plugin"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process in which the plug-in is installed."""
+    folder = tmp_path_factory.mktemp("plugin")
+    source = shutil.copytree(SOURCE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=source, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return {**os.environ, "PYTHONPATH": str(folder / "site")}
+
+
+def vla_eval(environment: dict[str, str], folder: Path, *words: str) -> tuple[int, dict[str, object], str]:
+    """A command in a new process: exit code, its JSON, stderr."""
+    command = [sys.executable, "-m", "vla_eval", *words, "--json"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_list_shows_what_it_brings(environment: dict[str, str], tmp_path: Path) -> None:
+    code, told, _ = vla_eval(environment, tmp_path, "list")
+    assert code == 0
+    assert told["suites"]["counter"] == {"counter@v1": {"tasks": 2, "max_steps": 20, "trials": None}}  # type: ignore[index]
+    assert "steady" in told["policies"]  # type: ignore[operator]
+
+
+def test_its_policy_plays_its_tasks_and_is_filmed_meanwhile(environment: dict[str, str], tmp_path: Path) -> None:
+    words = ("run", "--task", "counter", "--policy", "steady", "--trials", "2", "--workers", "1", "--video", "--seed", "5")
+    code, told, err = vla_eval(environment, tmp_path, *words)
+    assert code == 0, err
+    assert (told["suite"], told["episodes"], told["success"], told["complete"]) == ("counter@v1", 4, 4, True)
+    folder = tmp_path / str(told["folder"])
+    assert sorted(path.name for path in (folder / "episodes").glob("*.mp4")) == ["0-0.mp4", "0-1.mp4", "1-0.mp4", "1-1.mp4"]
+    assert vla_eval(environment, tmp_path, "check", str(folder))[0] == 0
+    code, told, _ = vla_eval(environment, tmp_path, "render", str(folder))
+    assert code == 2
+    assert "run it with --video" in str(told["error"])
+
+
+def test_its_options_arrive(environment: dict[str, str], tmp_path: Path) -> None:
+    words = ("run", "--task", "counter/1", "--policy", "steady", "--trials", "1", "--workers", "0", "--option", "gain=0")
+    code, told, err = vla_eval(environment, tmp_path, *words)
+    assert code == 0, err
+    assert told["failure"] == 1
+    code, told, _ = vla_eval(environment, tmp_path, *words[:-1], "gian=0")
+    assert code == 2
+    assert "did you mean 'gain'?" in str(told["error"])
+
+
+def test_a_policy_that_needs_what_its_environment_lacks_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    code, told, _ = vla_eval(environment, tmp_path, "run", "--task", "toy/0", "--policy", "steady", "--trials", "1", "--workers", "0")
+    assert code == 2
+    assert "front" in str(told["error"])
+    assert not (tmp_path / "videos").exists() or not list((tmp_path / "videos").iterdir())
+
+
+def test_a_plug_in_that_cannot_be_imported_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    site = shutil.copytree(environment["PYTHONPATH"], tmp_path / "site")
+    (site / "counter_plugin" / "policy.py").write_text("import a_package_that_is_not_there\n")
+    code, told, err = vla_eval({**environment, "PYTHONPATH": str(site)}, tmp_path, "run", "--task", "toy", "--policy", "steady")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert all(part in str(told["error"]) for part in ("'steady' of counter-plugin", "a_package_that_is_not_there"))
+
+
+def test_a_name_registered_twice_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
+    site = shutil.copytree(environment["PYTHONPATH"], tmp_path / "site")
+    other = shutil.copytree(site / "counter_plugin-1.0.dist-info", site / "impostor-1.0.dist-info")
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: impostor\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[vla_eval.policies]\nsteady = impostor:load\n")
+    code, told, _ = vla_eval({**environment, "PYTHONPATH": str(site)}, tmp_path, "run", "--task", "toy", "--policy", "steady")
+    assert code == 2
+    assert "registered twice: counter-plugin (counter_plugin.policy:load), impostor (impostor:load)" in str(told["error"])
