@@ -6,18 +6,23 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from ..types import TensorSpec, Vector
+from ..types import BadRequest, ContractMismatch, TensorSpec, Vector
+from .graph import PRECISIONS, Axis, Value
+from .weights import read_json, read_tensors
 
 CONTRACT_VERSION = 1
 Frontend = Literal["onnx", "direct"]  # which pen drew the graphs
-COMPONENTS = ("visual", "vl_backbone", "prefix", "action", "cond")  # every component any of our models has
-_JSON_LIMIT = 64 << 20
+ENDS = ("min", "opt", "max")
+SHARED = ("tokenizer", "text_tokenizer", "assets")  # folders of a bundle that are no components
+_STAGING = ".staging-"
+_IDENTITY = ("export_id", "frontend", "checkpoint_fingerprint", "model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,13 @@ class Identity:
         }  # fmt: skip
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 
+    def stamp(self) -> dict[str, Any]:
+        """What `policy.json` and every `config.json` carry."""
+        return {
+            "contract_version": CONTRACT_VERSION, "export_id": self.export_id, "frontend": self.frontend,
+            "checkpoint_fingerprint": self.fingerprint, "model": self.model,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Component:
@@ -48,13 +60,46 @@ class Component:
     config: Mapping[str, Any]
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Its inputs; what may vary is bounded by the optimisation profile."""
+        profile, found = self.config["optimization_profile"], []
+        for name, said in self.config["tensor_contract"]["inputs"].items():
+            lengths = (
+                zip(*(profile[end][name] for end in ENDS), strict=True) if name in profile["opt"] else [(n,) * 3 for n in said["axes"]]
+            )
+            shape = (n[0] if isinstance(axis, int) else n for axis, n in zip(said["axes"], lengths, strict=True))
+            found.append(TensorSpec(name, said["dtype"], tuple(shape)))
+        return tuple(found)
+
     @property
-    def outputs(self) -> tuple[TensorSpec, ...]: ...
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Its outputs."""
+        return tuple(
+            TensorSpec(name, said["dtype"], tuple(n if isinstance(n, int) else tuple(n[end] for end in ENDS) for n in said["axes"]))
+            for name, said in self.config["tensor_contract"]["outputs"].items()
+        )
+
     @property
-    def dtype(self) -> str: ...  # "fp32", "fp16", "bf16": the storage type of its weights and activations
-    def file(self, name: str) -> Path: ...  # an artifact, its digest checked now
-    def tensors(self, name: str) -> dict[str, Vector]: ...  # the arrays of a safetensors artifact, digest checked
+    def dtype(self) -> str:
+        """The storage type of its weights and activations, as `--dtype` says it: "fp32", "fp16" or "bf16"."""
+        return str(self.config["options"]["dtype"])
+
+    def file(self, name: str) -> Path:
+        """An artifact, its digest checked now. Raises BadRequest if it is missing, ContractMismatch if it is another file."""
+        path, said = self.folder / name, self.config["artifacts"].get(name)
+        if said is None or not path.is_file():
+            raise BadRequest(f"{path} is missing; export the component again: --components {self.name}")
+        if strange := impostor(path):
+            raise ContractMismatch(f"{path} is {strange}; copy the bundle again, or export the component again")
+        if path.stat().st_size != said["bytes"] or _sha256(path) != said["sha256"]:
+            raise ContractMismatch(
+                f"{path} is not the file that was exported (its SHA-256 differs); copy the bundle again or export it again"
+            )
+        return path
+
+    def tensors(self, name: str) -> dict[str, Vector]:
+        """The arrays of a safetensors artifact, its digest checked now."""
+        return read_tensors(self.file(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +116,11 @@ class Bundle:
     options: Mapping[str, Any]  # as Identity.options: dtype, batch, steps, max_text, …
     digest: str  # SHA-256 over policy.json and every config.json, which hold the digests of all else
 
-    def component(self, name: str) -> Component: ...  # BadRequest with the command that makes it, if absent
+    def component(self, name: str) -> Component:
+        """The component of that name. Raises BadRequest if the bundle lacks it."""
+        if name not in self.components:
+            raise BadRequest(f"{self.path} has no component {name!r}; add it with vla-eval export … --components {name}")
+        return self.components[name]
 
 
 def open_bundle(path: str | os.PathLike[str]) -> Bundle:
@@ -79,24 +128,224 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
 
     Nothing is deserialised but JSON; artifacts are checked against their digests when they are asked for.
     """
-    raise NotImplementedError
+    folder = Path(path)
+    configs = sorted(file for file in folder.glob("*/config.json") if file.parent.name not in SHARED)
+    if not configs:
+        raise BadRequest(f"{folder}: no bundle, it has no component with a config.json; make one with vla-eval export")
+    policy_file = next((file for file in (folder / "policy.json", folder / "action" / "policy.json") if file.exists()), None)
+    if policy_file is None:
+        raise BadRequest(f"{folder}: no policy.json, which is written last: the export did not finish; run it again")
+    policy = _stamped(policy_file)
+    components = {file.parent.name: Component(file.parent.name, file.parent, _config(file)) for file in configs}
+    for component in components.values():
+        for name in _IDENTITY:
+            if component.config[name] != policy[name]:
+                raise ContractMismatch(
+                    f"{component.folder / 'config.json'}: {name} is {component.config[name]!r}, {policy_file.relative_to(folder)} has "
+                    f"{policy[name]!r}; these come from two exports, make all components by one"
+                )
+    first = next(iter(components.values())).config
+    digest = hashlib.sha256()
+    for file in (*configs, policy_file):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return Bundle(
+        folder, policy["model"], policy["frontend"], policy["export_id"], policy["checkpoint_fingerprint"], components, policy,
+        first["options"], digest.hexdigest(),
+    )  # fmt: skip
 
 
-@dataclass
+def findings(bundle: Bundle) -> list[str]:
+    """Everything about the bundle's files that does not hold, a sentence each; reads every artifact."""
+    found = []
+    for component in bundle.components.values():
+        for name in component.config["artifacts"]:
+            try:
+                component.file(name)
+            except (BadRequest, ContractMismatch) as error:
+                found.append(str(error))
+    return found
+
+
+def impostor(path: Path) -> str | None:
+    """What a file is that claims to be an engine, a graph or a table and is not: said of the kinds that are met in practice."""
+    with path.open("rb") as file:
+        head = file.read(256).lstrip()
+    if not head:
+        return "an empty file"
+    if head.startswith(b"version https://git-lfs"):
+        return "a large-file pointer, not the file itself: fetch it with git lfs or hf download"
+    if head[:1] == b"<":
+        return "a web page saved under that name"
+    if path.suffix == ".engine" and head.startswith(b"\x08"):
+        return "an ONNX graph, not a plan: build it with vla-eval build"
+    return None
+
+
+def check_profile(where: str, axes: Mapping[str, Sequence[Any]], profile: Any) -> None:
+    """Refuse an optimisation profile that does not fit the graph's inputs; `axes` has an int where a length is fixed.
+
+    The profile is {"min"|"opt"|"max": {tensor: lengths}}. Raises ContractMismatch, naming tensor and axis.
+    """
+    if not isinstance(profile, dict) or set(profile) != set(ENDS) or not all(isinstance(table, dict) for table in profile.values()):
+        raise ContractMismatch(f"{where}: optimization_profile must hold min, opt and max, each a table of shapes")
+    for name in sorted({name for table in profile.values() for name in table}):
+        if name not in axes:
+            raise ContractMismatch(f"{where}: optimization_profile names {name!r}; the graph has {', '.join(axes)}")
+    for name, lengths in axes.items():
+        shapes = [profile[end].get(name) for end in ENDS]
+        if all(shape is None for shape in shapes) and all(isinstance(n, int) for n in lengths):
+            continue
+        if any(not isinstance(shape, list) or len(shape) != len(lengths) for shape in shapes):
+            raise ContractMismatch(f"{where}: optimization_profile of {name!r} needs min, opt and max with {len(lengths)} lengths each")
+        for i, (axis, said) in enumerate(zip(lengths, zip(*shapes, strict=True), strict=True)):
+            if not all(type(n) is int and n > 0 for n in said) or not said[0] <= said[1] <= said[2]:
+                raise ContractMismatch(
+                    f"{where}: optimization_profile of {name!r}, axis {i}: wanted 0 < min <= opt <= max, found {list(said)}"
+                )
+            if isinstance(axis, int) and set(said) != {axis}:
+                raise ContractMismatch(
+                    f"{where}: optimization_profile of {name!r}, axis {i}: the graph has {axis} there, found {list(said)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
-    """A bundle being written: files gather under temporary names until all of them are there."""
+    """A bundle being written: files gather in a folder of their own until all of them are there."""
 
     out: Path
     identity: Identity
     folder: Path
-    made: list[str] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)  # the staged files, in the order in which they come to their place
 
-    def file(self, component: str, name: str) -> Path: ...  # where to write an artifact
-    def finish(self, component: str, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], **builder_config: Any) -> None: ...
+    def file(self, component: str, name: str) -> Path:
+        """Where to write an artifact of a component."""
+        (self.folder / component).mkdir(exist_ok=True)
+        return self.folder / component / name
+
+    def finish(self, component: str, inputs: Mapping[str, Value], outputs: Mapping[str, Value], **builder_config: Any) -> None:
+        """Every artifact of the component is written: note their digests in its `config.json`."""
+        artifacts = {
+            file.name: {"sha256": _sha256(file), "bytes": file.stat().st_size} for file in sorted((self.folder / component).iterdir())
+        }
+        profile = {
+            end: {name: [n if isinstance(n, int) else getattr(n, end) for n in value.shape] for name, value in inputs.items()}
+            for end in ENDS
+        }
+        config = {
+            "component": component, **self.identity.stamp(), "optimization_profile": profile,
+            "tensor_contract": {"inputs": _contract(inputs), "outputs": _contract(outputs)},
+            "builder_config": builder_config, "options": self.identity.options, "artifacts": artifacts,
+        }  # fmt: skip
+        _write_json(self.file(component, "config.json"), config)
+        self.order.extend([f"{component}/{name}" for name in (*artifacts, "config.json")])
+
+    def copy(self, source: Path, name: str) -> None:
+        """Files that every component shares, such as the tokenizer: a folder's plain files, under `name`."""
+        (self.folder / name).mkdir()
+        for file in sorted(source.iterdir()):
+            if file.is_file():
+                shutil.copyfile(file, self.folder / name / file.name)
+                self.order.append(f"{name}/{file.name}")
 
 
 @contextlib.contextmanager
 def staged(out: str | os.PathLike[str], identity: Identity, policy: Mapping[str, Any], where: str = "policy.json") -> Iterator[Stage]:
-    """Write a bundle, or some components of one. Refuses, before a byte moves, a folder that holds anything but this same export."""
-    raise NotImplementedError
-    yield
+    """Write a bundle, or some components of one; leaving the block brings every file to its place, `policy.json` last.
+
+    Raises BadRequest, before a byte moves, for a folder that holds anything but this same export, or this export with another policy
+    contract. If the block raises, what it wrote is removed and nothing else.
+    """
+    folder = Path(out)
+    stamped = {**identity.stamp(), **policy}
+    _check_destination(folder, stamped, where)
+    created = not folder.exists()
+    staging = folder / f"{_STAGING}{os.getpid()}"
+    for left in folder.glob(f"{_STAGING}*"):  # of a build that was killed
+        shutil.rmtree(left)
+    staging.mkdir(parents=True)
+    stage = Stage(folder, identity, staging)
+    try:
+        yield stage
+        (staging / where).parent.mkdir(exist_ok=True)
+        _write_json(staging / where, stamped)
+        for name in (*stage.order, where):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (staging / name).replace(folder / name)
+    finally:
+        shutil.rmtree(staging)
+        if created and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _check_destination(folder: Path, stamped: Mapping[str, Any], where: str) -> None:
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise BadRequest(f"{folder} is a file; --out wants a folder that is empty or holds this same export")
+    entries = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(_STAGING))
+    known = [file for file in (folder / where, *folder.glob("*/config.json")) if file.exists() and file.parent.name not in SHARED]
+    if entries and not known:
+        raise BadRequest(f"{folder} holds {entries[0]!r} and is no bundle; choose an empty folder")
+    for file in known:
+        said = read_json(file)
+        found = said.get("export_id") if isinstance(said, dict) else None
+        if found != stamped["export_id"]:
+            raise BadRequest(
+                f"{file} is of export {found}, this one is {stamped['export_id']}; choose another --out, or remove that bundle"
+            )
+        if file == folder / where:
+            plain = json.loads(json.dumps(stamped))
+            changed = sorted(name for name in {*said, *plain} if said.get(name) != plain.get(name))
+            if changed:
+                raise BadRequest(f"{file} differs in {', '.join(changed)} from what this export would write; choose another --out")
+
+
+def _stamped(file: Path) -> dict[str, Any]:
+    said = read_json(file)
+    if not isinstance(said, dict) or not all(isinstance(said.get(name), str) and said[name] for name in _IDENTITY):
+        raise ContractMismatch(f"{file} carries no identity (export_id, frontend, checkpoint_fingerprint, model); export it again")
+    if said.get("contract_version") != CONTRACT_VERSION:
+        raise ContractMismatch(
+            f"{file}: contract_version is {said.get('contract_version')!r}, this vla-eval reads {CONTRACT_VERSION}; export again"
+        )
+    if said["frontend"] not in ("onnx", "direct"):
+        raise ContractMismatch(f"{file}: frontend is {said['frontend']!r}, neither 'onnx' nor 'direct'; export it again")
+    return said
+
+
+def _config(file: Path) -> dict[str, Any]:
+    config = _stamped(file)
+    try:
+        if config["component"] != file.parent.name:
+            raise ContractMismatch(f"{file} is of component {config['component']!r}; move it back to its folder, or export again")
+        for side in ("inputs", "outputs"):
+            for name, said in config["tensor_contract"][side].items():
+                if len(said["axes"]) != said["rank"] or not isinstance(said["dtype"], str):
+                    raise ContractMismatch(f"{file}: tensor_contract of {name!r} has {len(said['axes'])} axes and rank {said['rank']}")
+        check_profile(
+            str(file), {n: said["axes"] for n, said in config["tensor_contract"]["inputs"].items()}, config["optimization_profile"]
+        )
+        if config["options"]["dtype"] not in PRECISIONS:
+            raise ContractMismatch(f"{file}: dtype is {config['options']['dtype']!r}, none of {', '.join(PRECISIONS)}")
+        for name, said in config["artifacts"].items():
+            if Path(name).name != name or not isinstance(said["sha256"], str) or not isinstance(said["bytes"], int):
+                raise ContractMismatch(f"{file}: artifact {name!r} is no plain file with digest and size; export again")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ContractMismatch(f"{file} is not whole ({type(error).__name__}: {error}); export the component again") from error
+    return config
+
+
+def _contract(values: Mapping[str, Value]) -> dict[str, Any]:
+    def axes(value: Value) -> list[Any]:
+        return [{"axis": n.name, **{end: getattr(n, end) for end in ENDS}} if isinstance(n, Axis) else n for n in value.shape]
+
+    return {name: {"dtype": value.dtype, "rank": len(value.shape), "axes": axes(value)} for name, value in values.items()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_json(path: Path, said: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(said, indent=1, allow_nan=False) + "\n", encoding="utf-8")

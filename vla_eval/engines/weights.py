@@ -170,6 +170,28 @@ def token_table(checkpoint: Checkpoint, *names: str) -> Tensor:
     return first
 
 
+def read_tensors(file: Path) -> dict[str, Vector]:
+    """Every array of one safetensors file. Raises BadRequest as `open_checkpoint` does."""
+    return {tensor.name: tensor.read() for tensor in _header(file, set(), hashlib.sha256())}
+
+
+def write_tensors(file: Path, entries: Mapping[str, tuple[Any, Sequence[int], Iterable[Vector]]]) -> None:
+    """A safetensors file, streamed: for each name its dtype, its shape, and its numbers in pieces of any size."""
+    header, end = {}, 0
+    for name, (dtype, shape, _) in entries.items():
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": _names()[np.dtype(dtype)], "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, _, pieces) in entries.items():
+            for piece in pieces:
+                np.ascontiguousarray(piece, dtype).tofile(stream)
+            assert stream.tell() == 8 + len(text) + header[name]["data_offsets"][1], f"{name!r} is not as long as its shape says"
+
+
 def read_json(path: Path) -> Any:
     """A JSON file of any sane size. Raises BadRequest, naming it, if it is missing, too large or not JSON."""
     try:
@@ -256,6 +278,10 @@ def _largest(numbers: Vector) -> float:
     bits = numbers.view(_BITS[numbers.dtype.itemsize])
     sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
     return float(np.array(np.max(bits & ~sign)).view(numbers.dtype))
+
+
+def _names() -> dict[Any, str]:
+    return {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 def _listed(names: Sequence[str], shown: int = 5) -> str:

@@ -1,0 +1,51 @@
+"""ONNX Runtime behind the Engine protocol: tests, laptops, ground truth. Its device is the CPU, so its tensors are numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..types import BadRequest, ContractMismatch, TensorSpec
+from .bundle import Component
+from .engine import Tensor, check_inputs, to_host
+
+_TYPES = {
+    "tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int32)": "int32", "tensor(int64)": "int64", "tensor(bool)": "bool",
+}  # fmt: skip
+
+
+class OrtEngine:
+    """One component's ONNX graph in a session of its own."""
+
+    def __init__(self, component: Component) -> None:
+        """Raises BadRequest for what ONNX Runtime cannot run, ContractMismatch for files that are not the exported ones."""
+        if component.dtype == "bf16":
+            raise BadRequest(f"{component.folder} is bf16, which runs on TensorRT only; export with --dtype fp32 to run it here")
+        if component.config["frontend"] != "onnx":
+            raise BadRequest(
+                f"{component.folder} was built directly and has no ONNX graph; run it on TensorRT, or make it with vla-eval export"
+            )
+        import onnxruntime
+
+        self.where = f"{component.folder}"
+        component.file(f"{component.name}.onnx.data")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # its warnings speak of its own optimisers
+        self._session = onnxruntime.InferenceSession(
+            str(component.file(f"{component.name}.onnx")), options, providers=["CPUExecutionProvider"]
+        )
+        self.inputs, self.outputs = component.inputs, component.outputs
+        self._check(self._session.get_inputs(), self.inputs)
+        self._check(self._session.get_outputs(), self.outputs)
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        check_inputs(self.where, self.inputs, inputs)
+        names = [spec.name for spec in self.outputs]
+        return dict(zip(names, self._session.run(names, {name: to_host(tensor) for name, tensor in inputs.items()}), strict=True))
+
+    def _check(self, nodes: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        said = {spec.name: (spec.dtype, tuple(n if isinstance(n, int) else None for n in spec.shape)) for spec in specs}
+        found = {n.name: (_TYPES.get(n.type, n.type), tuple(i if isinstance(i, int) else None for i in n.shape)) for n in nodes}
+        if said != found:
+            wrong = sorted(name for name in {*said, *found} if said.get(name) != found.get(name))
+            raise ContractMismatch(f"{self.where}: graph and config.json disagree about {', '.join(wrong)}; export the component again")
