@@ -1,0 +1,168 @@
+"""A GR00T N1.7 checkpoint to a bundle: three graphs, two constant tables for each number of steps, the token table, the contract."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vla_eval.engines.bundle import Bundle, Identity, Stage, open_bundle, staged
+from vla_eval.engines.graph import NUMPY, PRECISIONS, Dim, Graph, axis
+from vla_eval.engines.onnx_pen import OnnxPen
+from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, open_checkpoint, token_table, write_tensors
+from vla_eval.types import BadRequest
+
+from . import network
+from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, not_needed, read_architecture, read_geometry
+from .contract import MERGE, Contract, from_checkpoint, parse
+from .processor import Tokens, seen_grid
+from .tables import action_time_bias, adanorm_modulation, buckets
+
+COMPONENTS = ("visual", "vl_backbone", "action")
+TUNED_TEXT = 11  # tokens of an instruction that engines are tuned for: the reference's prompt, 148 long with two pictures
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The lengths that the graphs are drawn for."""
+
+    batch: int
+    patches: Dim
+    bounds: Dim  # pictures + 1
+    tokens: Dim
+
+
+def recipe(
+    checkpoint: Path,
+    out: Path,
+    *,
+    embodiment: int | str | None = None,
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32",
+    batch: int = 1,
+    steps: Sequence[int] = (4,),
+    max_text: int = 64,
+    components: Sequence[str] = (),
+    geometry: Path | None = None,
+    tokenizer: Path | None = None,
+) -> Bundle:
+    """Export a GR00T N1.7 checkpoint: ONNX graphs, constant tables and the policy's contract, all checked before a byte is written.
+
+    Args:
+        checkpoint: The folder with config.json, the .safetensors files and the processor's files.
+        out: The bundle to write: a new or empty folder, or one that holds this same export.
+        embodiment: A tag of the checkpoint's embodiment_id.json, or a slot. [default: by the checkpoint folder's name]
+        dtype: Of weights and activations. fp32 is the truth; fp16 and bf16 are for TensorRT.
+        batch: Robots that the engines answer together, fixed for a run.
+        steps: Denoise steps to make constant tables for, such as 4,8.
+        max_text: The longest instruction, in tokens.
+        components: Only some of visual, vl_backbone, action. [default: all]
+        geometry: A JSON file that declares another backbone than the released one.
+        tokenizer: The backbone's tokenizer folder, if the checkpoint has none.
+    """
+    checkpoint, folder = Path(checkpoint), Path(tokenizer) if tokenizer else Path(checkpoint) / "tokenizer"
+    _check_options(dtype, batch, steps, max_text, components)
+    stored = open_checkpoint(checkpoint, PREFIXES)
+    a = read_architecture(stored, read_geometry(Path(geometry)) if geometry else RELEASED)
+    policy = from_checkpoint(checkpoint, embodiment, tokenizer=folder)
+    contract = parse(policy, str(checkpoint))
+    slot = contract.embodiment_id
+    _check_contract(checkpoint, contract, a, steps)
+    rows, columns = seen_grid(contract.pictures)
+    tokens = Tokens(folder, contract.prompt, rows * columns // MERGE**2)
+    if tokens.image_token != a.geometry.token_ids["image_pad"]:
+        raise BadRequest(
+            f"{folder}: the token of a picture is {tokens.image_token}, the geometry says {a.geometry.token_ids['image_pad']}; "
+            "this is the tokenizer of another backbone"
+        )
+    table = token_table(stored, EMBEDDING, HEAD)
+    stored.check_numbers(FLOAT16_LIMIT if dtype == "fp16" else math.inf)
+
+    options = {
+        "dtype": dtype, "batch": batch, "steps": sorted(set(steps)), "max_text": max_text, "embodiment_id": slot,
+        "views": len(contract.cameras), "grid": [rows, columns], "geometry": asdict(a.geometry),
+    }  # fmt: skip
+    sizes = _sizes(contract, tokens, batch, rows * columns, max_text)
+    with staged(out, Identity("gr00t", "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
+        for component in components or COMPONENTS:
+            _log.info("exporting %s", component)
+            drawn = _draw(stage.file(component, f"{component}.onnx"), dtype, component, stored, a, slot, sizes)
+            extra: dict[str, Any] = {}
+            if component == "vl_backbone":
+                _write(stage, component, "embed_tokens", dtype, table.shape, table.pieces())
+            if component == "action":
+                extra = {"embodiment_id": slot, "buckets": {str(n): buckets(n, a.buckets) for n in steps}}
+                for n in sorted(set(steps)):
+                    for name, numbers in (
+                        ("adanorm_modulation", adanorm_modulation(a, stored.weights, n)),
+                        ("action_time_bias", action_time_bias(a, stored.weights, n, slot)),
+                    ):
+                        _write(stage, component, name, dtype, numbers.shape, [numbers], suffix=f".{n}")
+            stage.finish(component, drawn.inputs, drawn.outputs, **extra)
+        if not components:
+            stored.check_all_read(not_needed(stored, a))
+        stage.copy(folder, "tokenizer")
+    return open_bundle(out)
+
+
+def graph_of(component: str, a: Architecture, slot: int, sizes: Sizes, stored: Checkpoint) -> Callable[[Graph], None]:
+    """The function that draws a component with any pen."""
+    w = stored.weights
+    return {
+        "visual": lambda g: network.visual(g, a, w, sizes.patches, sizes.bounds),
+        "vl_backbone": lambda g: network.vl_backbone(g, a, w, sizes.batch, sizes.tokens),
+        "action": lambda g: network.action(g, a, w, slot, sizes.batch, sizes.tokens),
+    }[component]
+
+
+def _draw(path: Path, dtype: str, component: str, stored: Checkpoint, a: Architecture, slot: int, sizes: Sizes) -> OnnxPen:
+    with OnnxPen(path, PRECISIONS[dtype]) as pen:
+        graph_of(component, a, slot, sizes, stored)(pen)
+    return pen
+
+
+def _write(stage: Stage, component: str, name: str, dtype: str, shape: Sequence[int], pieces: Any, *, suffix: str = "") -> None:
+    write_tensors(stage.file(component, f"{name}{suffix}.safetensors"), {name: (NUMPY[PRECISIONS[dtype]], shape, pieces)})
+
+
+def _sizes(contract: Contract, tokens: Tokens, batch: int, patches: int, max_text: int) -> Sizes:
+    """Pictures come in one size; a prompt is everything but the instruction, and 1 … max_text tokens of that."""
+    views = len(contract.cameras) * batch
+    fixed = int(tokens.ids("a").size) - 1
+    return Sizes(
+        batch,
+        axis("P", patches, patches * views, patches * views),
+        axis("N", 2, views + 1, views + 1),
+        axis("S", fixed + 1, fixed + min(TUNED_TEXT, max_text), fixed + max_text),
+    )
+
+
+def _check_options(dtype: str, batch: int, steps: Sequence[int], max_text: int, components: Sequence[str]) -> None:
+    for wrong, what in (
+        (dtype not in PRECISIONS, f"--dtype {dtype}: choose one of {', '.join(PRECISIONS)}"),
+        (batch < 1, f"--batch {batch}: engines answer at least one robot"),
+        (not steps or min(steps, default=0) < 1, f"--steps {','.join(map(str, steps))}: give counts of at least one step"),
+        (max_text < 1, f"--max-text {max_text}: an instruction has at least one token"),
+        (bool(set(components) - set(COMPONENTS)), f"--components {','.join(components)}: there are {', '.join(COMPONENTS)}"),
+    ):
+        if wrong:
+            raise BadRequest(what)
+
+
+def _check_contract(checkpoint: Path, contract: Contract, a: Architecture, steps: Sequence[int]) -> None:
+    """Hold the processor's numbers against the network's. Raises BadRequest."""
+    for what, said, built in (
+        ("max_action_horizon", contract.model_horizon, a.horizon),
+        ("max_action_dim", contract.action_width, a.action_dim),
+        ("max_state_dim", contract.state_width, a.state_dim),
+    ):
+        if said != built:
+            raise BadRequest(f"{checkpoint}: {what} is {said} in processor_config.json, {built} in the network: two checkpoints mixed")
+    if not 0 <= contract.embodiment_id < a.embodiments:
+        raise BadRequest(f"{checkpoint}: embodiment {contract.embodiment_id} has no slot, the checkpoint has {a.embodiments} of them")
+    if max(steps) > a.buckets:
+        raise BadRequest(f"--steps {max(steps)}: the network tells {a.buckets} times apart, so it cannot take more steps")
