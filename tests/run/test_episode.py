@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -178,7 +178,7 @@ def boom(request: Request, n: int) -> ActionChunk:
     [
         (boom, "ZeroDivisionError: no norm"),
         (lambda request, n: np.zeros((8, 7)), "PolicyFailed: the policy answered with ndarray, not with an ActionChunk"),
-        (lambda request, n: ActionChunk(np.zeros((8, 7)), memory="text"), "PolicyFailed: the chunk's memory is str, not bytes"),
+        (lambda request, n: ActionChunk(np.zeros((8, 7)), memory=cast(Any, "text")), "PolicyFailed: the chunk's memory is str, not bytes"),
     ],
 )
 def test_a_policy_that_breaks_is_an_error(toy: Task, answer: Any, error: str) -> None:
@@ -211,7 +211,7 @@ def test_actions_are_clamped_to_the_space_and_cast_once() -> None:
     actions = np.array([[0.5, 2.0, -2.0, 0.0, -0.0, 1e300, 0.1]])
     found = executable(ActionChunk(actions), (low, high), 1, 0)
     assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.float32([[0.5, 1, -1, 0, -0.0, 1, 0.1]]))
+    np.testing.assert_array_equal(found, np.array([[0.5, 1, -1, 0, -0.0, 1, 0.1]], np.float32))
     assert np.signbit(found[0, 4])
     with pytest.raises(InvalidAction):
         executable(ActionChunk(actions[0]), (low, high), 1, 0)
@@ -232,7 +232,12 @@ def test_pictures_are_drawn_for_the_policy_alone(toy: Task, monkeypatch: pytest.
 
     drawn: list[Sequence[str]] = []
     look = ToyEnv.look
-    monkeypatch.setattr(ToyEnv, "look", lambda self, cameras: drawn.append(cameras) or look(self, cameras))
+
+    def noted(self: ToyEnv, cameras: Sequence[str]) -> Any:
+        drawn.append(cameras)
+        return look(self, cameras)
+
+    monkeypatch.setattr(ToyEnv, "look", noted)
     played(zero(), toy)
     assert drawn == []
     needs = Interface(cameras={"robot0_eye_in_hand": (64, 64)}, state={}, action=ARM_ACTION, control_hz=20)

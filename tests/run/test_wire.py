@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle  # noqa: TID251 - to see it refused
 import socket
@@ -44,7 +45,7 @@ def test_a_pickle_on_the_socket_is_refused_and_never_loaded(ends: tuple[Connecti
 def test_a_pickle_inside_a_frame_is_refused(ends: tuple[Connection, socket.socket]) -> None:
     body = pickle.dumps(Bomb())
     ends[1].sendall(struct.pack(">4sQ", MAGIC, len(body)) + body)
-    with pytest.raises(WireError, match="no msgpack|no map"):
+    with pytest.raises(WireError, match=r"no msgpack|no map"):
         ends[0].receive(5)
 
 
@@ -103,10 +104,8 @@ def test_an_array_of_objects_is_never_sent() -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
-    try:
+    with contextlib.suppress(WireError):
         assert isinstance(unpack(body)["kind"], str)
-    except WireError:
-        pass
 
 
 def test_silence_and_a_closed_end_are_said(ends: tuple[Connection, socket.socket]) -> None:

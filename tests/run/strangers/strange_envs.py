@@ -28,6 +28,7 @@ class Faulty(ToyEnv):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self._trial = (options or {}).get("trial", 0)
+        self._drift = 1e-12 if self._fault == "die, then drift" and Path(self._once).exists() else 0.0
         self._strike("reset", 0)
         observation, info = super().reset(seed=seed, options=options)
         if self._fault == "empty instruction":
@@ -50,15 +51,13 @@ class Faulty(ToyEnv):
             return
         if self._once:
             if Path(self._once).exists():
-                if self._fault == "die, then drift":
-                    self._drift = 1e-9
                 return
             Path(self._once).touch()
         match self._fault:
             case "die" | "die, then drift":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
-                print("the renderer is on fire", flush=True)
+                os.write(1, b"the renderer is on fire\n")
                 os._exit(7)
             case "hang":
                 time.sleep(3600)
@@ -110,6 +109,5 @@ class Mute(Bare):
         self.metadata = {"render_modes": []}
 
 
-gymnasium.register(id="strange/Faulty-v0", entry_point=Faulty)
-gymnasium.register(id="strange/Bare-v0", entry_point=Bare)
-gymnasium.register(id="strange/Mute-v0", entry_point=Mute)
+for name in ("Faulty", "Bare", "Mute"):
+    gymnasium.register(id=f"strange/{name}-v0", entry_point=f"strange_envs:{name}")
