@@ -140,7 +140,7 @@ class RunFolder:
 
     def sweep(self) -> None:
         """Remove what a killed writer left under temporary names. Only under `locked`."""
-        for left in [*self.path.glob(".*.tmp*"), *self.episodes.glob(".*.tmp*")]:
+        for left in [*self.path.glob(".*.tmp"), *self.episodes.glob(".*.tmp"), *self.episodes.glob(".*.part.mp4")]:
             with suppress(OSError):
                 left.unlink()
 
@@ -264,15 +264,15 @@ def _lines(path: Path) -> Iterator[EpisodeRecord]:
         text = _text(path)
     except FileNotFoundError:
         return
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
-        if not line.endswith("\n"):
-            _log.warning("%s: line %d is torn and left out", path, number)
-            return
+    *whole, torn = text.split("\n")  # at nothing else: a message may hold other separators
+    for number, line in enumerate(whole, 1):
         try:
             data = json.loads(line)
         except ValueError as error:
             raise BadRequest(f"{path}: line {number} is no JSON ({error})") from error
         yield _built(EpisodeRecord, data, f"{path}: line {number}")
+    if torn:
+        _log.warning("%s: line %d is torn and left out", path, len(whole) + 1)
 
 
 def _text(path: Path) -> str:

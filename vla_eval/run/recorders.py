@@ -136,9 +136,12 @@ class FrameRecorder:
         self._frame(observation)
 
     def end(self, record: EpisodeRecord) -> EpisodeRecord:
-        if self._frames == 0:
-            return record
-        self._film.close()
+        try:
+            if self._frames == 0:
+                return record
+            self._film.close()
+        finally:
+            self._film.drop()
         return replace(record, video=f"{self._path.parent.name}/{self._path.name}")
 
     def _frame(self, observation: Observation) -> None:
