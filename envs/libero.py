@@ -194,9 +194,13 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
             )
         if set(fixtures) != set(self._fixtures):
             raise BadRequest(f"this task's fixtures are {self._fixtures}, not {sorted(fixtures)}; is it another task's recording?")
+        poses = {name: np.asarray(pose, np.float64) for name, pose in fixtures.items()}
+        for name, pose in poses.items():
+            if pose.shape != (7,) or not np.isfinite(pose).all():
+                raise BadRequest(f"the pose of {name!r} is {pose.tolist()}; it has to be 7 finite numbers, xyz and quaternion w x y z")
         self._may_step = False
         mujoco.mj_resetData(self._model, self._data)
-        for name, pose in fixtures.items():
+        for name, pose in poses.items():
             body = self._model.body(name)
             body.pos[:], body.quat[:] = pose[:3], pose[3:]
         self._data.time, self._data.qpos[:], self._data.qvel[:] = state[0], state[1 : 1 + self._model.nq], state[1 + self._model.nq :]
