@@ -45,7 +45,7 @@ requirements.lock: pyproject.toml
 	@echo "requirements.lock is older than pyproject.toml: make lock" >&2
 
 lock: $(VENV)/installed ## resolve pyproject.toml anew into requirements.lock
-	UV_NO_CONFIG=1 $(BIN)/uv pip compile pyproject.toml --group dev --group docs --universal --python-version 3.11 --fork-strategy fewest \
+	UV_NO_CONFIG=1 $(BIN)/uv pip compile pyproject.toml --extra rtx --group dev --group docs --universal --python-version 3.11 --fork-strategy fewest \
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet -o requirements.lock
 
 $(VENV)/installed: requirements.lock pyproject.toml
