@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import math
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -17,6 +19,9 @@ from .types import BadRequest, Vector
 
 LIMIT_BYTES = 2 << 30  # of one array, unless the caller knows better
 _HEADER_BYTES = 10_000  # numpy's own limit of a header
+# What the library raises for archives and headers that are none, beside its own BadZipFile.
+_DAMAGED = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError, RuntimeError)
+_NO_HEADER = (ValueError, KeyError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError)
 _KINDS = "biufcUS"  # numbers, booleans and plain text; objects and raw records are refused
 
 
@@ -33,18 +38,20 @@ def read_npz(path: str | os.PathLike[str], limit: int = LIMIT_BYTES) -> dict[str
     with _opened(path) as file:
         try:
             archive = zipfile.ZipFile(file)
-        except (zipfile.BadZipFile, OSError) as error:
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
             raise BadRequest(f"{path}: not a .npz archive ({error})") from error
         with archive:
             for member in archive.infolist():
                 key = member.filename.removesuffix(".npy")
+                if key in found:
+                    raise BadRequest(f"{path}: {key!r} is there twice")
                 total += member.file_size  # as claimed; reading stops there, whatever the archive inflates to
                 if total > limit:
                     raise BadRequest(f"{path}: {key!r} brings the arrays to {total} bytes, more than the {limit} allowed here")
                 try:
                     with archive.open(member) as stream:
                         found[key] = _array(stream, member.file_size, limit, f"{path}: {key!r}")
-                except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+                except _DAMAGED as error:
                     raise BadRequest(f"{path}: {key!r} is damaged ({error})") from error
     return found
 
@@ -82,7 +89,7 @@ def _array(file: IO[bytes], size: int, limit: int, where: str) -> Vector:
         version = npy.read_magic(head)
         read_header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
         shape, fortran, dtype = read_header(head, max_header_size=_HEADER_BYTES)
-    except (ValueError, KeyError) as error:
+    except _NO_HEADER as error:
         raise BadRequest(f"{where} is no .npy array ({error})") from error
     check_plain(dtype, where)
     if any(n < 0 for n in shape):
@@ -94,7 +101,7 @@ def _array(file: IO[bytes], size: int, limit: int, where: str) -> Vector:
         raise BadRequest(f"{where} is {claimed} bytes, more than the {limit} allowed here")
     body = head.read()
     body += file.read(claimed - len(body))
-    if len(body) != claimed:
+    if len(body) != claimed or file.read(1):  # the attempt to read on makes an archive compare its checksum
         raise BadRequest(f"{where} ends after {len(body)} of {claimed} bytes")
     array = np.frombuffer(bytearray(body), dtype=dtype)
     return array.reshape(shape, order="F" if fortran else "C")
