@@ -432,6 +432,191 @@ def check(path: Path, /) -> Answer:
     return Answer(data, Text("\n".join(lines)), INCOMPLETE if found else DONE)
 
 
+dataset = App(name="dataset", help="Datasets in LeRobot's form, as GR00T N1.7 reads them: write, check, replay.")
+app.command(dataset)
+
+
+@dataset.command(name="write")
+def dataset_write(
+    runs: tuple[Path, ...],
+    /,
+    *,
+    out: Path,
+    convention: Literal["libero_sim", "env"] = "libero_sim",
+    only: Literal["all", "successes", "failures"] = "all",
+    size: int = 256,
+    no_video: Flag = False,
+    append: Flag = False,
+    fps: float | None = None,
+    robot: str = "panda",
+) -> Answer:
+    """Write the episodes of run folders as a LeRobot v2.1 dataset, with a video a camera drawn from their recorded states.
+
+    Args:
+        runs: Run folders; their episodes follow one another. Episodes that ended in an error are left out.
+        out: The dataset's folder; it must not exist, except with --append.
+        convention: What numbers and pictures mean: as NVIDIA's LIBERO sets (gripper 1 = open, pictures mirrored), or as the environment.
+        only: Which episodes.
+        size: Height and width of the pictures in pixels, even.
+        no_video: Write no videos; nothing is drawn then.
+        append: Add the episodes to a dataset that was written before.
+        fps: Control steps a second, for runs that do not say it; another rate than the run's is refused.
+        robot: What info.json calls the robot.
+    """
+    from .results.folder import Episode, open_run
+    from .results.lerobot import Draw, write
+    from .run import render as rendering
+
+    @contextlib.contextmanager
+    def studio(folder: RunFolder, task: str, pixels: int) -> Iterator[Draw]:
+        with rendering.scene(folder, task, pixels) as env:
+
+            def draw(episode: Episode) -> Iterator[Mapping[str, Any]]:
+                return rendering.frames(env, episode)
+
+            yield draw
+
+    with _meter() as progress:
+        done = write(
+            [open_run(run) for run in runs], out, convention=convention, only=only, size=size, studio=None if no_video else studio,
+            fps=fps, robot=robot, append=append, progress=progress,
+        )  # fmt: skip
+    left = "".join(f"; {count} left out ({why})" for why, count in done.left_out.items())
+    told = f"{out}: {done.episodes} episodes, {done.frames} rows written{left}; it holds {done.total_episodes} and {done.total_frames} now"
+    return Answer(
+        {
+            "dataset": str(out), "episodes": done.episodes, "frames": done.frames, "total_episodes": done.total_episodes,
+            "total_frames": done.total_frames, "left_out": dict(done.left_out),
+        },
+        told,
+    )  # fmt: skip
+
+
+@dataset.command(name="check")
+def dataset_check(
+    path: Path, /, *, against: Path | None = None, strict: Flag = False, no_video: Flag = False, horizon: int | None = None
+) -> Answer:
+    """Check a LeRobot dataset rule by rule: metadata, every row, every video frame, statistics. Exit code 1 if there are errors.
+
+    Args:
+        path: A dataset's folder.
+        against: A GR00T bundle: its groups, cameras and bounds are compared with the dataset's, dimension by dimension.
+        strict: Warnings count as errors.
+        no_video: Decode no videos.
+        horizon: Actions in a chunk; shorter episodes are reported. [default: the bundle's, or 16]
+    """
+    from .results.lerobot_check import HORIZON, check
+    from .results.lerobot_policy import read_needs
+
+    needs = read_needs(against) if against else None
+    with _meter() as progress:
+        found = list(check(path, needs=needs, horizon=horizon or HORIZON, videos=not no_video, progress=progress))
+    counts = Counter(finding.severity for finding in found)
+    summary = f"{path}: {counts['error']} errors, {counts['warning']} warnings" if found else f"{path}: nothing is wrong"
+    bad = counts["error"] > 0 or (strict and counts["warning"] > 0)
+    data = {
+        "dataset": str(path), "errors": counts["error"], "warnings": counts["warning"],
+        "findings": [
+            {"severity": one.severity, "rule": one.rule, "file": one.file, "row": one.row, "text": one.text} for one in found
+        ],
+    }  # fmt: skip
+    return Answer(data, "\n".join([*map(str, found), summary]), INCOMPLETE if bad else DONE)
+
+
+@dataset.command(name="replay")
+def dataset_replay(
+    path: Path, /, *, task: str, episodes: str | None = None, convention: Literal["libero_sim", "env"] | None = None, seed: int = 0
+) -> Answer:
+    """Play a dataset's actions in the simulator again: whether they succeed, when, and how far the hand leaves the recorded path.
+
+    Args:
+        path: A dataset's folder.
+        task: The suite it belongs to, or some of its tasks: libero_object, libero_10/3, libero_10@gr00t/0-4.
+        episodes: Which, such as 0-9 or 3,7. [default: all]
+        convention: What its actions mean. [default: what the dataset says, if vla-eval wrote it]
+        seed: For episodes that no run of ours recorded: the run's seed from which fixtures are placed.
+    """
+    from .results.lerobot_meta import open_dataset
+    from .run.replay import meaning, plan, replay
+
+    opened = open_dataset(path)
+    said = meaning(opened, convention)
+    planned = plan(opened, registry.select_tasks(task), None if episodes is None else _numbers(episodes), seed=seed)
+    found = []
+    with _progress(f"replaying {path.name}", len(planned)) as advance:
+        for one in replay(opened, planned, said):
+            found.append(one)
+            advance(f"episode {one.planned.record.index}: {'success' if one.success else one.error or 'no success'}", "")
+    table = Table("episode", "task", "trial", "recorded", "replayed", "states", "hand apart", title_justify="left")
+    table.title = f"{path}, convention {said.name}: {sum(one.success for one in found)}/{len(found)} succeed"
+    for one in found:
+        record, states = one.planned.record, {True: "identical", False: "differ", None: "–"}[one.identical]
+        went = one.error or f"{'success' if one.success else 'no success'} at {one.steps}"
+        was = f"{one.planned.recorded or '?'} at {record.length}"
+        table.add_row(str(record.index), one.planned.task.id, str(one.planned.trial), was, went, states, f"{100 * one.apart:.1f} cm")
+    data = {
+        "dataset": str(path), "convention": said.name, "success": sum(one.success for one in found),
+        "holds": sum(one.holds for one in found),
+        "episodes": [
+            {
+                "episode": one.planned.record.index, "task": one.planned.task.id, "trial": one.planned.trial,
+                "recorded": one.planned.recorded, "length": one.planned.record.length, "success": one.success, "steps": one.steps,
+                "identical": one.identical, "apart_m": one.apart, "holds": one.holds, "error": one.error,
+            }
+            for one in found
+        ],
+    }  # fmt: skip
+    return Answer(data, table, DONE if all(one.holds for one in found) else INCOMPLETE)
+
+
+@dataset.command(name="stats")
+def dataset_stats(path: Path, /) -> Answer:
+    """Write a dataset's meta/stats.json anew from all its rows, in two passes: exact quantiles in bounded memory.
+
+    Args:
+        path: A dataset's folder.
+    """
+    from .results.lerobot_meta import open_dataset
+    from .results.lerobot_stats import write_stats
+
+    with _meter() as progress:
+        found = write_stats(open_dataset(path), progress)
+    return Answer(
+        {"dataset": str(path), "features": {name: len(fields["mean"]) for name, fields in found.items()}},
+        f"{path}/meta/stats.json: {', '.join(found)}",
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    """0-4,7 as numbers."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
+        if match is None or int(match[2] or match[1]) - int(match[1]) not in range(1_000_000):
+            raise BadRequest(f"--episodes {text}: {part!r} is neither a number nor a range; write, say, 0-4,7")
+        found.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return found
+
+
+@contextlib.contextmanager
+def _meter() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal for work that says what it does, how much is done, of how much; elsewhere nothing."""
+    if not stderr.is_terminal:
+        yield lambda what, done, total: None
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr) as progress:
+        bar = progress.add_task("")
+        yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
+
+
 @app.command(name="list")
 def list_() -> Answer:
     """Show every suite with its protocols, every policy and every model that can be exported."""
@@ -511,7 +696,9 @@ def _refusal(error: Exception) -> Answer:
 def _tell(answer: Answer, out: TextIOWrapper, as_json: bool) -> None:
     if as_json:
         out.write(json.dumps({**answer.data, "exit": answer.exit}, ensure_ascii=False, allow_nan=False) + "\n")
-    elif answer.shown != "":
+    elif isinstance(answer.shown, str):  # lines as they are, however long
+        out.write(answer.shown + "\n" if answer.shown else "")
+    else:
         console = Console(file=out, highlight=False, width=None if out.isatty() else 160)
         with console.capture() as text:
             console.print(answer.shown)
