@@ -1,0 +1,89 @@
+"""Each scripted way to fail lands in its bin, and no success in any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from vla_eval.results import failures
+from vla_eval.results.failures import Bin
+from vla_eval.types import EpisodeRecord
+
+WAYS = {
+    "idle": Bin.NEVER_REACHED,
+    "nudge": Bin.NOT_GRASPED,
+    "wrong": Bin.WRONG_OBJECT,
+    "drop": Bin.LOST,
+    "freeze": Bin.NOT_PLACED,
+    "undo": Bin.UNDONE,
+    "slow": Bin.SLOW,
+}
+
+
+def record(outcome: str, error: str | None = None) -> EpisodeRecord:
+    return EpisodeRecord("t/0", 0, 0, outcome, 1, 1, 1, 1.0, 1.0, error=error)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("way", "wanted"), WAYS.items(), ids=list(WAYS))
+def test_a_way_to_fail_lands_in_its_bin(make_runs: ModuleType, way: str, wanted: Bin, seed: int) -> None:
+    assert failures.bin_of(record("failure"), make_runs.episode(way, seed)) is wanted
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_success_lands_in_no_bin(make_runs: ModuleType, seed: int) -> None:
+    assert failures.bin_of(record("success"), make_runs.episode("success", seed)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        ("InvalidAction: at step 3 action 0 of the chunk is nan in dimension 2", Bin.POLICY_ERROR),
+        ("PolicyFailed: the policy answered with dict, not with an ActionChunk", Bin.POLICY_ERROR),
+        ("RuntimeError: no GL context", Bin.HARNESS_ERROR),
+        (None, Bin.HARNESS_ERROR),
+    ],
+)
+def test_errors_are_sorted_by_whose_they_are(error: str | None, wanted: Bin) -> None:
+    assert failures.bin_of(record("error", error), None) is wanted
+
+
+def test_a_goal_about_a_door_can_be_judged_by_its_predicates_only(make_runs: ModuleType) -> None:
+    idle = make_runs.episode("idle", 0)
+    assert failures.sort(replace(idle, predicate_names=np.array(["open(microwave)"]))) is Bin.NO_OBJECT
+    opened = np.zeros_like(idle.predicates)
+    opened[30:60] = True
+    assert failures.sort(replace(idle, predicates=opened, predicate_names=np.array(["open(microwave)"]))) is Bin.UNDONE
+
+
+def test_the_second_of_two_conjuncts_decides_once_the_first_holds(make_runs: ModuleType) -> None:
+    wrong = make_runs.episode("wrong", 0)  # carries the milk
+    names = np.array(["on(milk, plate)", "on(soup, plate)"])
+    met = np.zeros((len(wrong.predicates), 2), bool)
+    met[70:, 0] = True
+    assert failures.sort(replace(wrong, predicate_names=names, predicates=met)) is Bin.NEVER_REACHED  # the milk was wanted
+    met[:] = False
+    met[-5:, 0] = True
+    assert failures.sort(replace(wrong, predicate_names=names, predicates=met)) is Bin.SLOW  # the first was only just placed
+
+
+def test_every_episode_of_a_run_that_did_not_succeed_has_one_bin(make_runs: ModuleType, tmp_path: Path) -> None:
+    ways = [*make_runs.TAUGHT, "error: RuntimeError: no GL context"]
+    folder = make_runs.make_run(tmp_path, lambda task, trial: ways[(task + trial) % len(ways)], trials=9)
+    found = failures.bins(folder)
+    lost = [r for r in folder.records() if r.outcome != "success"]
+    assert found.keys() == {(r.task, r.trial) for r in lost}
+    assert {bin_.value for bin_ in found.values()} == {*make_runs.TAUGHT.values(), "harness error"} - {"success"}
+    assert sum(sum(row.values()) for row in failures.by_task(found).values()) == len(lost)
+    assert "| harness error |" in failures.failures_markdown(found)
+
+
+def test_lost_arrays_are_said_and_not_guessed(make_runs: ModuleType, tmp_path: Path) -> None:
+    folder = make_runs.make_run(tmp_path, lambda task, trial: "drop")
+    folder.episode_path("shop@fair/0", 1).write_bytes(b"torn")
+    assert failures.bins(folder)["shop@fair/0", 1] is Bin.UNREADABLE
+    assert failures.bins(folder)["shop@fair/0", 2] is Bin.LOST
