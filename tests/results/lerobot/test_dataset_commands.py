@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,7 @@ def test_statistics_are_written_anew(vla_eval: Command, dataset: Path) -> None:
 def test_a_bundle_s_bounds_are_compared(vla_eval: Command, dataset: Path, tmp_path: Path) -> None:
     """Degrees where the policy has radians; everything else is as wide as the policy knows it."""
     stats = json.loads((dataset / "meta/stats.json").read_text())
-    sides = {}
+    sides: dict[str, Any] = {}
     for side, column in (("state", "observation.state"), ("action", "action")):
         names = json.loads((dataset / "meta/modality.json").read_text())[side]
         sides[side] = {
@@ -91,7 +92,7 @@ def test_a_bundle_s_bounds_are_compared(vla_eval: Command, dataset: Path, tmp_pa
                 for name, place in names.items()
             ]
         }
-    policy = {"model_family": "gr00t_n1d7", "cameras": ["image", "wrist_image"], "trained_for": ["pick"], **sides}
+    policy: dict[str, Any] = {"model_family": "gr00t_n1d7", "cameras": ["image", "wrist_image"], "trained_for": ["pick"], **sides}
     policy["action"]["horizon"] = 21
     (tmp_path / "bundle/action").mkdir(parents=True)
     file = tmp_path / "bundle/action/policy.json"
