@@ -122,7 +122,16 @@ def test_a_film_shows_the_pictures_the_goal_and_where_the_policy_was_asked(tmp_p
     assert not (films[0][128:] == render.TRUE).all(axis=2).any()
 
 
-def test_a_long_instruction_is_wrapped_and_not_cut(tmp_path: Path) -> None:
+def test_a_caption_is_wrapped_and_not_cut(tmp_path: Path) -> None:
+    for text in (
+        "go",
+        "pick up the red block and put it down again",
+        "an_endless_name_" * 9,
+        "in(chocolate_pudding_1, basket_1_contain_region)",
+    ):
+        lines = render._wrapped(text, 90)
+        assert "".join(lines).replace(" ", "") == text.replace(" ", "")
+        assert max(render._font().getlength(line) for line in lines) <= 90
     folder = played(tmp_path, load_policy("zero"), trials=1)
     record = folder.records()[0]
     episode = folder.episode(record.task, record.trial)
