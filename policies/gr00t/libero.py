@@ -21,11 +21,10 @@ from .processor import decode_chunk
 from .runtime import Inputs
 
 PUBLISHED_SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")
-SIDE = 256  # pixels, as the training data were rendered
+SIDE = 256  # pixels, as the training data were rendered; the processor takes any size
 CAMERAS = {"image": "agentview", "wrist_image": "robot0_eye_in_hand"}  # the checkpoint's name -> the environment's
 STATE = {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 2}
 ACTION = {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 1}
-NEEDS = Interface(cameras=dict.fromkeys(CAMERAS.values(), (SIDE, SIDE)), state=ARM_STATE, action=ARM_ACTION, control_hz=20.0)
 
 
 class Gr00tLibero:
@@ -33,8 +32,10 @@ class Gr00tLibero:
 
     name = "gr00t"
 
-    def __init__(self, model: Gr00tPolicy) -> None:
+    def __init__(self, model: Gr00tPolicy, side: int = SIDE) -> None:
         self.model = model
+        cameras = dict.fromkeys(CAMERAS.values(), (side, side))
+        self._needs = Interface(cameras=cameras, state=ARM_STATE, action=ARM_ACTION, control_hz=20.0)
         self.horizon = model.contract.horizon
         self._why_not = _misfit(model)
 
@@ -43,7 +44,7 @@ class Gr00tLibero:
         """Raises ContractMismatch for a bundle of another robot: it can be asked by `infer`, not played in these suites."""
         if self._why_not:
             raise ContractMismatch(self._why_not)
-        return NEEDS
+        return self._needs
 
     def act(self, batch: Sequence[Request]) -> list[ActionChunk]:
         """[16, 7] environment actions for each request. The noise is the request's seed's, so batch mates change nothing."""
@@ -68,14 +69,17 @@ class Gr00tLibero:
         return self.model.infer(observation, noise=noise, seed=seed)
 
 
-def load(bundle: str | Path | Bundle | None = None, *, backend: str = "auto", steps: int | None = None) -> Gr00tLibero:
-    """The policy of a bundle. `steps` picks one of its denoise tables. Raises BadRequest without a bundle."""
+def load(bundle: str | Path | Bundle | None = None, *, backend: str = "auto", steps: int | None = None, side: int = SIDE) -> Gr00tLibero:
+    """The policy of a bundle. `steps` picks one of its denoise tables, `side` is the pictures' in pixels: 256 in training.
+
+    Raises BadRequest without a bundle.
+    """
     if bundle is None:
         raise BadRequest(
             "policy 'gr00t' needs a bundle: `vla-eval bundles` lists those found here; "
             "`vla-eval export --model gr00t --checkpoint DIR --out BUNDLE` makes one, and `--bundle BUNDLE` names it"
         )
-    return Gr00tLibero(open_policy(bundle, backend=backend, steps=steps))
+    return Gr00tLibero(open_policy(bundle, backend=backend, steps=steps), side)
 
 
 def published(suite: str) -> Published | None:

@@ -1,0 +1,254 @@
+"""A tiny GR00T bundle on ONNX Runtime: observation to robot actions, episodes, commands. Its weights are random, so it fails its tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import vla_eval
+from vla_eval import cli
+from vla_eval.arrays import read_npz, write_npz
+from vla_eval.policies.flow import draw_noise
+from vla_eval.policies.gr00t.libero import load
+from vla_eval.policies.gr00t.runtime import Gr00tRuntime, Inputs
+from vla_eval.results.folder import open_run
+from vla_eval.testing import check_policy
+from vla_eval.types import BadRequest, ContractMismatch
+
+if TYPE_CHECKING:
+    from vla_eval.envs.libero import LiberoEnv
+
+GOLDEN = Path(__file__).parents[2] / "golden/gr00t_tiny"
+CASES = Path(__file__).parents[2] / "cases"
+KEY = "annotation.human.action.task_description"
+Tiny = Callable[..., Path]
+ASKED = {
+    "libero_sim": ("reference.npz", "Pick up the red_mug, please!"),
+    "simpler_env_widowx": ("reference_one_view.npz", "Put it in the drawer."),
+}
+# Of each array's largest value: how far float32 and float64 runs of the reference are apart (its README). We may be ten times that.
+ROUNDING = {
+    "libero_sim": {
+        "chunk_normalized": 6.3e-7, "action.x": 6.6e-7, "action.y": 6.3e-7, "action.z": 1.1e-6, "action.roll": 4.6e-7,
+        "action.pitch": 1.3e-6, "action.yaw": 7.3e-7, "action.gripper": 5.1e-7,
+    },
+    "simpler_env_widowx": {"chunk_normalized": 4.6e-7, "action.arm": 1.5e-6, "action.finger": 2.1e-7},
+}  # fmt: skip
+
+
+def reference(tag: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """The recorded arrays, and the observation in them."""
+    file, text = ASKED[tag]
+    arrays = read_npz(GOLDEN / file)
+    seen = {key.removeprefix("obs."): value for key, value in arrays.items() if key.startswith(("obs.video", "obs.state"))}
+    return arrays, {**seen, KEY: text}
+
+
+@pytest.mark.parametrize("tag", ASKED)
+def test_the_chunk_and_the_actions_are_the_references(tiny: Tiny, tag: str) -> None:
+    arrays, observation = reference(tag)
+    answer = load(tiny(tag)).infer(observation, noise=arrays["noise"])
+    assert set(answer) == set(ROUNDING[tag])
+    for key, rounding in ROUNDING[tag].items():
+        np.testing.assert_allclose(answer[key], arrays[key], rtol=0, atol=10 * rounding * np.abs(arrays[key]).max(), err_msg=key)
+
+
+def rows(bundle: Path, count: int, words: int = 5) -> tuple[Gr00tRuntime, list[Inputs]]:
+    """The bundle's runtime, and rows with pictures, text, state and noise of their own."""
+    model = load(bundle).model
+    made = []
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        ids = np.array([281, 84, *[289, *[292] * 64, 290] * 2, *rng.integers(0, 280, words), 282, 198])
+        patches = rng.uniform(-1, 1, (512, 1536)).astype(np.float32)
+        made.append(Inputs(patches, (16, 16), ids, rng.uniform(-1, 1, (1, 132)).astype(np.float32), draw_noise(seed, 40, 132)))
+    return model.runtime, made
+
+
+def test_a_row_is_bit_identical_whatever_its_batch_mates_are(tiny: Tiny) -> None:
+    runtime, (a, b, c) = rows(tiny(batch=2), 3)
+    alone = runtime([a])[0].chunk
+    np.testing.assert_array_equal(runtime([a, b])[0].chunk, alone)
+    np.testing.assert_array_equal(runtime([a, c])[0].chunk, alone)
+    np.testing.assert_array_equal(runtime([b, a])[1].chunk, runtime([c, a])[1].chunk)
+    single = rows(tiny(), 1)[0]([a])[0].chunk  # another batch may round differently: ten times the reference's own rounding
+    np.testing.assert_allclose(single, alone, rtol=0, atol=6.3e-6 * np.abs(alone).max())
+
+
+def test_second_rows_read_their_own_rotary_table(tiny: Tiny) -> None:
+    """Rows of one length that differ in where their pictures stand: the second would use the first's positions without the offset."""
+    runtime, (a, b) = rows(tiny(batch=2), 2)
+    moved = replace(b, token_ids=np.roll(b.token_ids, 3))
+    first = runtime([moved, a])[0].chunk
+    np.testing.assert_allclose(runtime([a, moved])[1].chunk, first, rtol=0, atol=6.3e-6 * np.abs(first).max())
+    other = runtime([b, a])[0].chunk
+    assert np.abs(other - first).max() > 1e-3 * np.abs(first).max()  # the positions matter
+
+
+def test_a_longer_prompt_before_changes_nothing(tiny: Tiny) -> None:
+    runtime, (short,) = rows(tiny(), 1)
+    clean = runtime([short])[0].chunk
+    runtime([rows(tiny(), 1, words=40)[1][0]])
+    np.testing.assert_array_equal(runtime([short])[0].chunk, clean)
+
+
+def test_seeds_and_noise_decide_the_chunk(tiny: Tiny) -> None:
+    policy, (_, observation) = load(tiny()), reference("libero_sim")
+    one, again, two = (policy.infer(observation, seed=seed)["chunk_normalized"] for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - two).max() > 0.1
+    zeros = np.zeros((1, 40, 132), np.float32)
+    flat = [policy.infer(observation, noise=zeros)["chunk_normalized"] for _ in range(2)]
+    np.testing.assert_array_equal(flat[0], flat[1])
+
+
+def test_noise_in_padded_numbers_and_unused_steps_changes_valid_actions(tiny: Tiny) -> None:
+    policy, (arrays, observation) = load(tiny()), reference("libero_sim")
+    padded = arrays["noise"].copy()
+    padded[:, :, 7:] = 0
+    padded[:, 16:] = 0
+    full, cut = (policy.infer(observation, noise=noise)["chunk_normalized"][:, :16, :7] for noise in (arrays["noise"], padded))
+    assert np.abs(full - cut).max() > 1e-2
+
+
+def test_another_step_count_needs_its_own_table(tiny: Tiny) -> None:
+    _, observation = reference("libero_sim")
+    both = tiny(steps=(4, 8))
+    four, eight = (load(both, steps=steps).infer(observation)["chunk_normalized"] for steps in (4, 8))
+    assert np.abs(four - eight).max() > 1e-3
+    np.testing.assert_array_equal(load(both).infer(observation)["chunk_normalized"], four)
+    with pytest.raises(BadRequest, match=r"not for 3; .*--steps 3,4,8"):
+        load(both, steps=3)
+
+
+def test_the_policy_keeps_the_rules_of_the_house(tiny: Tiny) -> None:
+    check_policy(vla_eval.load_policy("gr00t", bundle=tiny(batch=2)))
+
+
+def edited(bundle: Path, out: Path, change: Mapping[str, Any]) -> Path:
+    """A copy whose policy.json says something else."""
+    for file in bundle.rglob("*"):
+        if file.is_file():
+            target = out / file.relative_to(bundle)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(file.read_bytes())
+    path = out / "action/policy.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **change}))
+    return out
+
+
+def test_a_contract_that_contradicts_the_graphs_is_refused_at_load(tiny: Tiny, tmp_path: Path) -> None:
+    action = json.loads((tiny() / "action/policy.json").read_text())["action"]
+    ten = edited(tiny(), tmp_path / "ten", {"action": {**action, "model_horizon": 50, "horizon": 50}})
+    with pytest.raises(ContractMismatch, match=r"action\.model_horizon is 50 in policy\.json and tokenizer, 40 in the engines"):
+        load(ten)
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    code = cli.main([str(word) for word in words])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+def test_infer_answers_one_observation(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arrays, observation = reference("libero_sim")
+    write_npz(tmp_path / "obs.npz", {**observation, KEY: np.array(observation[KEY])})
+    np.save(tmp_path / "x0.npy", arrays["noise"])
+    code, out, _ = run(capfd, "infer", tiny(), "--observation", tmp_path / "obs.npz", "--noise", tmp_path / "x0.npy", "--json")
+    assert code == 0
+    told = json.loads(out)
+    for key in ("action.x", "action.gripper", "chunk_normalized"):
+        np.testing.assert_allclose(told["arrays"][key], arrays[key], rtol=0, atol=2e-5 * np.abs(arrays[key]).max())
+    assert told["bundle"] == vla_eval_digest(tiny())
+    code, out, _ = run(capfd, "infer", tiny(), "--observation", tmp_path / "obs.npz", "--seed", "3")
+    assert code == 0
+    assert "action.gripper" in out
+
+
+def vla_eval_digest(bundle: Path) -> str:
+    from vla_eval.engines.bundle import open_bundle
+
+    return open_bundle(bundle).digest
+
+
+WRONG = json.loads((CASES / "conventions/observations.json").read_text())
+
+
+@pytest.mark.parametrize("case", ["state in double precision", "channels first"])  # the others are held without a bundle
+def test_infer_refuses_a_wrong_observation_in_one_line(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str], case: str) -> None:
+    arrays = {key: np.zeros(shape, dtype) for key, (dtype, shape) in {**WRONG["good"], **WRONG["refused"][case]}.items()}
+    write_npz(tmp_path / "obs.npz", {**arrays, KEY: np.array("open it")})
+    code, out, err = run(capfd, "infer", tiny(), "--observation", tmp_path / "obs.npz")
+    assert (code, out) == (2, "")
+    (key,) = WRONG["refused"][case]
+    assert f"{key} is " in err.splitlines()[-1]
+    assert "wanted" in err.splitlines()[-1]
+
+
+def test_infer_refuses_what_only_an_unpickler_could_read(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / "obs.npz").open("wb") as file:
+        np.savez(file, **{"state.x": np.array([None], dtype=object)})  # type: ignore[arg-type]
+    code, _, err = run(capfd, "infer", tiny(), "--observation", tmp_path / "obs.npz")
+    assert code == 2
+    assert "obs.npz: 'state.x' holds object" in err
+
+
+def test_episodes_of_the_toy_are_played_and_recorded(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "run",
+        "--task",
+        "toy/0",
+        "--policy",
+        "gr00t",
+        "--bundle",
+        tiny(),
+        "--option",
+        "side=64",
+        "--trials",
+        "1",
+        "--out",
+        tmp_path,
+        "--json",
+    ]
+    code, out, err = run(capfd, *words, "--workers", "0")
+    assert code == 0, err
+    told = json.loads(out)
+    folder = open_run(Path(told["folder"]))
+    assert folder.manifest.bundle == vla_eval_digest(tiny())
+    (record,) = folder.records()
+    assert record.outcome == "failure"
+    assert record.steps == 40
+    assert record.chunks == 3  # of 16 actions each: the toy's protocol executes whole chunks
+
+
+def test_another_robots_bundle_is_refused_before_the_first_episode(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(
+        capfd, "run", "--task", "toy/0", "--policy", "gr00t", "--bundle", tiny("simpler_env_widowx"), "--out", tmp_path / "out"
+    )
+    assert code == 2
+    assert "'simpler_env_widowx' has cameras ['front'], the LIBERO arm" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.libero
+def test_the_real_simulator_can_be_asked_and_moved(tiny: Tiny, libero: Callable[[str, int], LiberoEnv]) -> None:
+    """Pictures in, actions out, in robosuite: two chunks of libero_object/0. What it does there is random."""
+    env, policy = libero("libero_object", 0), load(tiny())
+    observation, _ = env.reset(seed=1, options={"trial": 0})
+    for chunk in range(2):
+        seen = {**observation, "images": env.look(list(policy.needs.cameras))}
+        (answer,) = policy.act([vla_eval.Request(seen, seed=chunk, task="t", trial=0, step=8 * chunk)])  # type: ignore[typeddict-item]
+        assert answer.actions.shape == (16, 7)
+        assert set(np.unique(answer.actions[:, 6])) <= {-1.0, 0.0, 1.0}
+        before = observation["state"]["eef_pos"]
+        for action in answer.actions[:8]:
+            observation, *_ = env.step(action)
+        assert np.abs(observation["state"]["eef_pos"] - before).max() > 1e-3
