@@ -14,6 +14,7 @@ from scipy.spatial.transform import Rotation
 
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, Interface, InvalidObservation, Privileged, Request, Vector
 
+from . import arm
 from .motion import STEP, Hand, Memory, action, after, arrived
 from .plan import decide
 from .scene import Scene
@@ -80,6 +81,8 @@ def _chunk(truth: Privileged, hand: Hand, fingers: Vector, memory: Memory) -> tu
         joint, sign, value = moves[0].until
         if sign * truth["joints"][joint][0] > sign * value:
             moves, spent = moves[1:], 0
+    if "base" not in notes:  # an episode starts with the arm at home, so the hand tells where the base stands
+        notes = {**notes, "base": (hand.pos - arm.forward(arm.HOME[None])[0][0]).tolist()}
     actions = []
     scene = Scene(truth)
     opening = float(fingers[0] - fingers[1])

@@ -1,4 +1,4 @@
-"""Where to put two fingers: a search over the collision geometry, for a hand that comes along a given direction.
+"""Where to put two fingers: a search over the collision geometry, for hands that come along given directions.
 
 Hand axes: x across the fingers, y along their slide, z out of the palm. The grip point lies between the pads.
 """
@@ -12,15 +12,18 @@ from scipy.spatial.transform import Rotation
 
 from vla_eval.types import Vector
 
-OPENING = 0.078  # m between the pads
+from .scene import UP
+
+OPENING = 0.078  # m between the open pads
 PAD = 0.009  # m, half a pad's width
 FINGER = 0.012  # m, half a finger's width
 THICK = 0.022  # m, a finger with its pad, along the slide
 TIP = 0.010  # m from the grip point to the fingertips
 PALM = 0.032  # m from the grip point back to the palm
 HAND = np.array([0.034, 0.105])  # m, half-sizes of the palm across and along the slide
-UP = np.array([0.0, 0.0, 1.0])
-BACK = 0.14  # m of hand and wrist above the palm that must be free too
+NECK = 0.105  # m from the grip point back to where the wrist begins
+WRIST = 0.055  # m, its radius
+BACK = 0.24  # m from the grip point that are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +36,79 @@ class Grasp:
     width: float
 
 
+def pointing(approach: Vector, slide: Vector) -> Rotation:
+    """The hand that points along `approach` and slides its fingers along `slide`, whichever way round is nearer to how it hangs at home."""
+    z = approach / np.linalg.norm(approach)
+    y = slide - (slide @ z) * z
+    y = y / np.linalg.norm(y)
+    hands = [Rotation.from_matrix(np.column_stack([np.cross(side * y, z), side * y, z])) for side in (1, -1)]
+    return min(hands, key=lambda rot: (rot * HOME.inv()).magnitude())
+
+
+HOME = Rotation.from_matrix(np.diag([1.0, -1.0, -1.0]))  # pointing down, fingers along the world's y
+
+
 def downward(yaw: float) -> Rotation:
-    """The hand pointing down; at yaw 0 its fingers slide along the world's y, as at home."""
-    return Rotation.from_euler("z", yaw) * Rotation.from_matrix(np.diag([1.0, -1.0, -1.0]))
+    return Rotation.from_euler("z", yaw) * HOME
+
+
+def from_above() -> list[tuple[Rotation, float]]:
+    """Hands that point down, with what each costs: turning takes time."""
+    return [(downward(yaw), 0.008 * abs(yaw)) for yaw in np.deg2rad(np.arange(-90, 90, 15))]
+
+
+def from_aside(azimuths: Vector, tilts: Vector) -> list[tuple[Rotation, float]]:
+    """Hands that point outward and down by `tilts` from the vertical: fingers level, or in the upright plane."""
+    hands = []
+    for azimuth in azimuths:
+        for tilt in tilts:
+            approach = np.array([np.cos(azimuth) * np.sin(tilt), np.sin(azimuth) * np.sin(tilt), -np.cos(tilt)])
+            level = np.array([-np.sin(azimuth), np.cos(azimuth), 0.0])
+            for slide in (level, np.cross(level, approach)):
+                rot = pointing(approach, slide)
+                hands.append((rot, 0.008 * float((rot * HOME.inv()).magnitude())))
+    return hands
 
 
 def search(body: Vector, around: Vector, ground: float, hands: list[tuple[Rotation, float]], slack: float = 0.004) -> list[Grasp]:
     """Grasps of `body` (filled points [N, 3]) amid `around` (others' points), best first. `hands`: orientations and what each costs."""
     found: list[Grasp] = []
     middle = (body.min(0) + body.max(0)) / 2
+    reach = np.linalg.norm(body - middle, axis=1).max() + BACK
+    around = around[np.linalg.norm(around - middle, axis=1) < reach]
     for rot, dear in hands:
         points, walls = rot.inv().apply(body - middle), rot.inv().apply(around - middle) if len(around) else np.zeros((0, 3))
-        floor = rot.inv().apply(np.array([[0.0, 0.0, 1.0]]))[0], ground - middle[2]
+        floor = rot.inv().apply(UP), ground - middle[2]
         found += [Grasp(rot.apply(pos) + middle, rot, cost + dear, width) for pos, cost, width in _slices(points, walls, floor, slack)]
     return sorted(found, key=lambda grasp: grasp.cost)
+
+
+def distinct(grasps: list[Grasp], count: int) -> list[Grasp]:
+    """The best grasp, then the best that is really another one, and so on."""
+    kept: list[Grasp] = []
+    for grasp in grasps:
+        if all(np.linalg.norm(grasp.pos - other.pos) > 0.015 or (grasp.rot.inv() * other.rot).magnitude() > 0.4 for other in kept):
+            kept.append(grasp)
+        if len(kept) == count:
+            break
+    return kept
+
+
+def hits(pos: Vector, rot: Rotation, walls: Vector, width: float, slack: float = 0.003) -> int:
+    """How many points of `walls` lie inside a hand at `pos` whose pads are `width` apart."""
+    near = rot.inv().apply(walls[np.linalg.norm(walls - pos, axis=1) < BACK] - pos)
+    x, y, z = np.abs(near[:, 0]), np.abs(near[:, 1]), near[:, 2]
+    fingers = (x < FINGER + slack) & (y < width / 2 + THICK + slack) & (z < TIP) & (z >= -PALM)
+    palm = (x < HAND[0] + slack) & (y < HAND[1] + slack) & (z < -PALM + slack) & (z > -NECK)
+    wrist = (x**2 + y**2 < (WRIST + slack) ** 2) & (z <= -NECK)
+    return int((fingers | palm | wrist).sum())
+
+
+def lowest(rot: Rotation) -> float:
+    """How far below its grip point the hand reaches: a negative number."""
+    palm = np.array([[x * HAND[0], y * HAND[1], -depth] for x in (1, -1) for y in (1, -1) for depth in (PALM, NECK)])
+    wrist = -BACK * rot.apply([0, 0, 1])[2] - WRIST * np.linalg.norm(rot.inv().apply(UP)[:2])
+    return float(min(rot.apply(palm)[:, 2].min(), rot.apply([0, 0, TIP])[2], wrist, 0.0))
 
 
 def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> list[tuple[Vector, float, float]]:
@@ -69,14 +131,13 @@ def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: f
                 width = right - left
                 if width > OPENING - 0.008:
                     continue
+                inside = band[(band[:, 1] >= left - 1e-6) & (band[:, 1] <= right + 1e-6)]
                 spare = (OPENING - width) / 2 - 0.004
                 for shift in (0.0, spare / 2, -spare / 2, spare, -spare):
                     pos = np.array([x, (left + right) / 2 + shift, z])
-                    if _blocked(pos, swath, points, nearby, walls, floor, slack):
-                        continue
-                    inside = band[(band[:, 1] >= left - 1e-6) & (band[:, 1] <= right + 1e-6)]
-                    found.append((pos, _cost(pos, inside, width, centre, first, shift), width))
-                    break
+                    if not _blocked(pos, swath, points, nearby, walls, floor, slack):
+                        found.append((pos, _cost(pos, inside, width, centre, first, shift), width))
+                        break
     return found
 
 
@@ -88,8 +149,10 @@ def _clusters(y: Vector) -> list[tuple[float, float]]:
 def _blocked(pos: Vector, swath: Vector, body: Vector, nearby: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> bool:
     """Whether the open hand at `pos` would hit the thing itself, its neighbours or the ground."""
     up, height = floor
-    tip = pos + TIP * UP
+    tip, palm, wrist = pos + [0, 0, TIP], pos - [0, 0, PALM], pos - [0, 0, NECK]
     if tip @ up < height + 0.002:
+        return True
+    if (palm @ up) - np.abs(up[:2]) @ HAND < height or (wrist @ up) - WRIST * np.linalg.norm(up[:2]) < height:
         return True
     for points, extra in ((swath, 0.0), (nearby, slack)):
         if len(points):
@@ -100,13 +163,14 @@ def _blocked(pos: Vector, swath: Vector, body: Vector, nearby: Vector, walls: Ve
     for points in (body, walls):
         if len(points):
             off = points - pos
-            if ((np.abs(off[:, 0]) < HAND[0]) & (np.abs(off[:, 1]) < HAND[1]) & (off[:, 2] < -PALM) & (off[:, 2] > -BACK)).any():
+            behind = (off[:, 2] < -PALM) & (off[:, 2] > -BACK)
+            if (behind & (np.abs(off[:, 0]) < HAND[0]) & (np.abs(off[:, 1]) < HAND[1])).any():
                 return True
     return False
 
 
 def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: float, shift: float) -> float:
-    """What speaks against a grasp, in metres: little under the pads, far from the middle, wide, shallow."""
+    """What speaks against a grasp, in metres: far from the middle, wide, shallow, little under the pads."""
     depth = pos[2] - first
     across = float(np.ptp(inside[:, 0])) if len(inside) else 0.0
     along = float(np.ptp(inside[:, 2])) if len(inside) else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from scipy.spatial import ConvexHull, QhullError
@@ -12,6 +12,7 @@ from scipy.spatial.transform import Rotation
 from vla_eval.types import Privileged, Vector
 
 PITCH = 0.004  # m between the points that fill a shape
+UP = np.array([0.0, 0.0, 1.0])
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ class Scene:
     def solid(self, name: str) -> Vector:
         """Points that fill the thing's collision geometry, so that what is hollow stays hollow."""
         pos, rot = self.place(name)
-        return np.asarray(rot.apply(filled(self.truth["shapes"][name])) + pos)
+        shape = np.ascontiguousarray(self.truth["shapes"][name], np.float32)
+        return np.asarray(rot.apply(filled(shape.tobytes())) + pos)
 
-    def family(self, name: str) -> list[str]:
-        """The thing and its moving parts."""
-        return [name, *(part for part, owner in self.truth["parents"].items() if owner == name and part in self.truth["poses"])]
+    def pieces(self, name: str) -> list[Vector]:
+        """The corners of each convex piece."""
+        numbers = self.truth["shapes"][name][:, 3]
+        corners = self.corners(name)
+        return [corners[numbers == piece] for piece in np.unique(numbers)]
 
     def owner(self, name: str) -> str | None:
         """The object or fixture at the root of a region or part; None for a zone on the table."""
@@ -57,16 +61,10 @@ class Scene:
         parts = [part for part in joints if self.owner(part) == name]
         return parts[0] if parts else None
 
-    def box(self, region: str) -> tuple[Vector, Rotation, Vector]:
-        """A region's centre, axes and half-sizes."""
+    def box(self, region: str) -> tuple[Vector, Vector]:
+        """A region's centre and its half-sizes along the world's axes."""
         box = self.truth["regions"][region]
-        return np.asarray(box[:3], float), Rotation.from_quat(box[3:7]), np.asarray(box[7:], float)
-
-    def movable(self, name: str) -> bool:
-        return name in self.truth["poses"] and name not in self.truth["parents"] and not self.fixed(name)
-
-    def fixed(self, name: str) -> bool:
-        return any(owner == name and part in self.truth["joints"] for part, owner in self.truth["parents"].items())
+        return np.asarray(box[:3], float), np.abs(Rotation.from_quat(box[3:7]).apply(box[7:]))
 
     @cached_property
     def ground(self) -> float:
@@ -77,24 +75,15 @@ class Scene:
         """Everything with a shape, but not these."""
         return [name for name in self.truth["poses"] if name not in names and len(self.truth["shapes"][name])]
 
-    def top_between(self, start: Vector, end: Vector, reach: float, but: tuple[str, ...]) -> float:
-        """How high anything reaches within `reach` of the straight way over the ground from `start` to `end`."""
-        top = self.ground
-        for name in self.others(*but):
-            points = dense_corners(self.corners(name))
-            near = _distance_to_segment(points[:, :2], start[:2], end[:2]) < reach
-            if near.any():
-                top = max(top, float(points[near, 2].max()))
-        return top
+    def walls(self, *but: str) -> Vector:
+        """Points that fill everything but these."""
+        return np.concatenate([np.zeros((0, 3)), *(self.solid(name) for name in self.others(*but))])
 
 
-def dense_corners(points: Vector) -> Vector:
-    """Corners and the middles of a thing's bounding box edges: a long box is not missed between its corners."""
-    low, high = points.min(0), points.max(0)
-    grid = [np.linspace(low[i], high[i], 5) for i in range(2)]
-    x, y = np.meshgrid(*grid)
-    cover = np.column_stack([x.ravel(), y.ravel(), np.full(x.size, high[2])])
-    return np.concatenate([points, cover])
+def top_between(walls: Vector, start: Vector, end: Vector, reach: float) -> float:
+    """How high anything reaches within `reach` of the straight way over the ground from `start` to `end`; -inf if nothing does."""
+    near = _distance_to_segment(walls[:, :2], start[:2], end[:2]) < reach
+    return float(walls[near, 2].max()) if near.any() else -np.inf
 
 
 def _distance_to_segment(points: Vector, start: Vector, end: Vector) -> Vector:
@@ -104,18 +93,26 @@ def _distance_to_segment(points: Vector, start: Vector, end: Vector) -> Vector:
     return np.asarray(np.linalg.norm(points - start - share[:, None] * way, axis=1))
 
 
-def filled(shape: Vector, pitch: float = PITCH) -> Vector:
-    """[N, 3] points on a grid inside the convex pieces of `shape` ([M, 4], the last column numbers the piece), their corners included."""
-    inside = []
-    for piece in np.unique(shape[:, 3]):
-        points = np.asarray(shape[shape[:, 3] == piece, :3], float)
+@cache  # of a few hundred shapes at most: what LIBERO has
+def filled(shape: bytes) -> Vector:
+    """[N, 3] points on a grid inside the convex pieces of a shape ([M, 4] float32, the last column numbers the piece), corners included."""
+    rows = np.frombuffer(shape, np.float32).reshape(-1, 4)
+    inside = [np.zeros((0, 3))]
+    for piece in np.unique(rows[:, 3]):
+        points = np.asarray(rows[rows[:, 3] == piece, :3], float)
         inside.append(points)
+        low, high = points.min(0), points.max(0)
+        axes = [_inner(low[i], high[i]) for i in range(3)]
+        grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3)
         try:
             planes = ConvexHull(points).equations  # [F, 4]
         except QhullError:
             continue  # flat: its corners must do
-        low, high = np.ceil(points.min(0) / pitch), np.floor(points.max(0) / pitch)
-        axes = [np.arange(low[i], high[i] + 1) * pitch for i in range(3)]
-        grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 3)
         inside.append(grid[(grid @ planes[:, :3].T + planes[:, 3] < 1e-6).all(1)])
-    return np.concatenate(inside) if inside else np.zeros((0, 3))
+    return np.concatenate(inside)
+
+
+def _inner(low: float, high: float) -> Vector:
+    """Grid values within (low, high), at least the middle: a thin wall must not fall between two."""
+    steps = np.arange(np.ceil(low / PITCH), np.floor(high / PITCH) + 1) * PITCH
+    return steps if len(steps) else np.array([(low + high) / 2])

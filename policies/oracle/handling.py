@@ -1,0 +1,266 @@
+"""Picking up and putting down: which grasp, which pose of the thing at its goal, and the way between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.spatial.transform import Rotation
+
+from vla_eval.types import Vector
+
+from .arm import shortfall
+from .grasp import OPENING, Grasp, distinct, from_above, from_aside, hits, lowest, search
+from .motion import CLOSE, OPEN, Hand, Move
+from .scene import UP, Scene, top_between
+
+Notes = dict[str, Any]
+Goal = tuple[str, ...]
+
+CELL = 0.006  # m, of the height maps
+CLEAR = 0.03  # m between what moves and what it passes over
+GRIP_STEPS = 10  # the fingers need eight from open to closed
+LIFT = 0.10
+UNREACHED = 5.0  # what a missing metre of reach weighs against a metre of anything else
+GAP = 0.006  # m above where a thing would rest: it is let go there
+WAYS = np.array([[0.0, 0, -1], [1, 0, 0], [0, 1, 0], [0, -1, 0], [-1, 0, 0]])  # into a place: from above, else level
+
+
+@dataclass(frozen=True, slots=True)
+class Stow:
+    """A pose of the thing at its goal, and the direction in which it gets there."""
+
+    pos: Vector
+    rot: Rotation
+    way: Vector
+    spare: float  # m that it may be let go higher
+    cost: float
+
+
+def pick(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Move], Notes] | None:
+    """Moves that lift the thing, the grasp chosen with its goal in mind; None if no grasp is to be had."""
+    thing = goal[1]
+    tries = dict(notes.get("tries", {}))
+    attempt = tries.get(thing, 0)
+    body, walls = scene.solid(thing), scene.walls(thing)
+    pos, rot = scene.place(thing)
+    stows = goal_poses(scene, goal, rot, walls)
+    base = np.array(notes["base"])
+    plans = paired(search(body, walls, scene.ground, from_above()), stows, pos, rot, walls, base)
+    if not plans or plans[0][0] > 0.08:
+        azimuths, tilts = np.deg2rad(np.arange(-120, 121, 30)), np.deg2rad([35, 60, 80])
+        plans += paired(search(body, walls, scene.ground, from_aside(azimuths, tilts)), stows, pos, rot, walls, base)
+        plans.sort(key=lambda plan: plan[0])
+    if not plans:
+        return None
+    others = distinct([grasp for _, grasp, _ in plans], 4)
+    chosen = others[attempt % len(others)]
+    stow = next(stow for _, grasp, stow in plans if grasp is chosen)
+    tries[thing] = attempt + 1
+    notes = {
+        **notes,
+        "tries": tries,
+        "held": thing,
+        "goal": list(goal),
+        "low": float(body[:, 2].min()),
+        "turn": (stow.rot * rot.inv()).as_quat().tolist(),
+        "upright": rot.as_quat().tolist(),
+        "way": stow.way.tolist(),
+    }
+    return reach(hand, chosen, scene.walls()), notes
+
+
+def paired(
+    grasps: list[Grasp], stows: list[Stow], pos: Vector, rot: Rotation, walls: Vector, base: Vector
+) -> list[tuple[float, Grasp, Stow]]:
+    """Good grasps with the poses at the goal that suit them, cheapest first. `pos`, `rot`: where the thing is now."""
+    options = []
+    for grasp in distinct(grasps, 16):
+        for stow in stows:
+            end, hand = carried(grasp, stow, pos, rot)
+            touched = min(hits(end + rise * UP, hand, walls, OPENING) + 40 * rise for rise in (0.0, stow.spare))
+            on_the_way = hits(end - 0.06 * stow.way + 0.01 * UP, hand, walls, grasp.width)
+            options.append((grasp.cost + stow.cost + 0.004 * (touched + on_the_way), grasp, stow))
+    options = sorted(options, key=lambda option: option[0])[:40]
+    if not options:
+        return []
+    ends = [carried(grasp, stow, pos, rot) for _, grasp, stow in options]
+    there = shortfall(base, np.array([end for end, _ in ends]), Rotation.concatenate([hand for _, hand in ends]))
+    here = shortfall(base, np.array([grasp.pos for _, grasp, _ in options]), Rotation.concatenate([grasp.rot for _, grasp, _ in options]))
+    plans = [(cost + UNREACHED * float(a + b), grasp, stow) for (cost, grasp, stow), a, b in zip(options, here, there, strict=True)]
+    return sorted(plans, key=lambda plan: plan[0])
+
+
+def carried(grasp: Grasp, stow: Stow, pos: Vector, rot: Rotation) -> tuple[Vector, Rotation]:
+    """The hand when what it grasped is at its goal."""
+    turn = stow.rot * rot.inv()
+    return stow.pos + turn.apply(grasp.pos - pos), turn * grasp.rot
+
+
+def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[Stow]:
+    """Where and how the thing could stand when its goal is met."""
+    thing, target = goal[1], goal[2]
+    pos, _ = scene.place(thing)
+    own = rot.inv().apply(scene.solid(thing) - pos)
+    if target in scene.truth["regions"]:
+        centre, half = scene.box(target)
+    else:
+        centre, half = scene.place(target)[0], np.full(3, 0.02)
+    sharing = [other for other in scene.truth["goal"] if other[0] == goal[0] and other[-1] == target]
+    spots = _spots(centre, half, sharing.index(goal), len(sharing))
+    found: list[Stow] = []
+    for spot in spots:
+        for turn in np.deg2rad([0, 45, -45, 90, -90, 135, -135, 180]):
+            turned = Rotation.from_euler("z", turn) * rot
+            posed = turned.apply(own) + np.append(spot, 0.0)
+            cost = 0.01 * abs(turn) + 0.3 * float(np.linalg.norm(spot - spots[0]))
+            rest = rest_height(posed, walls, scene.ground)
+            if goal[0] == "on":
+                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], 0.03, cost + 0.3 * max(0.0, rest - centre[2] - 0.1)))
+            elif rest < centre[2] + half[2] - 0.015:
+                spare = max(0.0, centre[2] + half[2] - 0.015 - rest - GAP)
+                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], min(spare, 0.10), cost))
+            else:
+                found += _inserted(posed, spot, turned, walls, centre, half, scene.ground, cost)
+    return found
+
+
+def _spots(centre: Vector, half: Vector, index: int, count: int) -> list[Vector]:
+    """Places [2] for one of `count` things in a region: apart from each other, then a little aside."""
+    longer = np.eye(2)[int(half[1] > half[0])]
+    main = centre[:2] + (longer * max(half[:2]) * 0.55 * (1 - 2 * index / (count - 1)) if count > 1 else 0.0)
+    return [main]
+
+
+def _inserted(
+    posed: Vector, spot: Vector, rot: Rotation, walls: Vector, centre: Vector, half: Vector, ground: float, cost: float
+) -> list[Stow]:
+    """Under a roof: rest on what lies below the region's middle, come in level from where nothing stands."""
+    below = walls[walls[:, 2] < centre[2]]
+    rest = rest_height(posed, below, ground)
+    end = np.append(spot, rest + GAP)
+    found = []
+    for way in WAYS[1:]:
+        steps = np.arange(0.0, 0.36, 0.02)
+        body = np.concatenate([posed + (rest + GAP + 0.004) * UP - step * way for step in steps])
+        touched = _overlap(body, walls)
+        found.append(Stow(end, rot, way, 0.0, cost + 0.02 + 0.002 * touched))
+    return found
+
+
+def _overlap(body: Vector, walls: Vector, cell: float = 0.008) -> int:
+    """How many cells both fill."""
+
+    def cells(points: Vector) -> Vector:
+        keys = np.floor(points / cell).astype(np.int64) + 4096
+        return np.unique((keys[:, 0] << 26) | (keys[:, 1] << 13) | keys[:, 2])
+
+    return int(np.isin(cells(body), cells(walls)).sum())
+
+
+def rest_height(posed: Vector, walls: Vector, ground: float) -> float:
+    """How high the origin stands when the thing, moved straight down, first touches something. `posed`: its points, origin at height 0."""
+    under_cells, under = _height_map(posed * [1, 1, -1])
+    wall_cells, tops = _height_map(walls)
+    shared, mine, theirs = np.intersect1d(under_cells, wall_cells, assume_unique=True, return_indices=True)
+    height = ground - float(posed[:, 2].min())
+    return max(height, float((tops[theirs] + under[mine]).max())) if len(shared) else height
+
+
+def _height_map(points: Vector) -> tuple[Vector, Vector]:
+    """The cells that the points cover, seen from above, and the highest point of each."""
+    keys = np.round(points[:, :2] / CELL).astype(np.int64) + 4096
+    cells, inverse = np.unique((keys[:, 0] << 13) | keys[:, 1], return_inverse=True)
+    tops = np.full(len(cells), -np.inf)
+    np.maximum.at(tops, inverse, points[:, 2])
+    return cells, tops
+
+
+def reach(hand: Hand, grasp: Grasp, walls: Vector) -> list[Move]:
+    """Over everything to the grasp, close, lift."""
+    rot, approach = grasp.rot.as_quat(), grasp.rot.apply([0, 0, 1])
+    moves = come(hand, grasp.pos, grasp.rot, walls, OPEN)
+    aside = approach[2] > -0.9
+    moves += [
+        Move(grasp.pos, rot, OPEN, tol=0.005, turn_tol=0.06, speed=0.5 if aside else 0.7, at_most=40),
+        Move(grasp.pos, rot, CLOSE, at_least=GRIP_STEPS, at_most=GRIP_STEPS),
+        Move(grasp.pos + LIFT * UP, rot, CLOSE, tol=0.02),
+    ]
+    return moves
+
+
+def come(hand: Hand, pos: Vector, rot: Rotation, walls: Vector, grip: float, back: float = 0.07) -> list[Move]:
+    """To a point `back` behind `pos` along the hand, over whatever stands between."""
+    approach, quat = rot.apply([0, 0, 1]), rot.as_quat()
+    before = pos - back * approach
+    low = min(lowest(rot), lowest(hand.rot))
+    high = max(top_between(walls, hand.pos, before, 0.09) + CLEAR - low, before[2])
+    moves = []
+    if hand.pos[2] < high - 0.02:
+        moves.append(Move(np.append(hand.pos[:2], high), hand.rot.as_quat(), grip, tol=0.02, turn_tol=9.0))
+    if approach[2] < -0.95:
+        moves.append(Move(np.append(pos[:2], max(before[2], min(high, pos[2] + 0.12))), quat, grip, tol=0.015, turn_tol=0.1, at_most=80))
+        return moves
+    moves += [
+        Move(np.append(before[:2], high), quat, grip, tol=0.04, turn_tol=0.3, at_most=80),
+        Move(before, quat, grip, tol=0.012, turn_tol=0.1, at_most=50),
+    ]
+    return moves
+
+
+def grasped(scene: Scene, hand: Hand, opening: float, notes: Notes) -> bool:
+    """Whether what was to be lifted hangs in the hand."""
+    points = scene.solid(notes["held"])
+    close = np.linalg.norm(points - hand.pos, axis=1).min() < 0.03
+    return bool(opening > 0.002 and close and points[:, 2].min() > notes["low"] + 0.02)
+
+
+def place(scene: Scene, hand: Hand, notes: Notes) -> tuple[list[Move], Notes]:
+    """Moves that carry what is held to its goal, let it go and draw back."""
+    thing, goal = notes["held"], tuple(notes["goal"])
+    pos, rot = scene.place(thing)
+    walls = scene.walls(thing)
+    meant = Rotation.from_quat(notes["turn"]) * Rotation.from_quat(notes["upright"])
+    way = np.array(notes["way"])
+    stows = [stow for stow in goal_poses(scene, goal, Rotation.from_quat(notes["upright"]), walls) if (stow.way == way).all()]
+    if not stows:
+        return [Move(hand.pos + 0.05 * UP, hand.rot.as_quat(), OPEN, at_least=8)], _without_hold(notes)
+    stow = min(stows, key=lambda stow: (stow.rot * meant.inv()).magnitude() + stow.cost)
+    carry = stow.rot * rot.inv()  # turns thing and hand alike
+    grip, posed = carry * hand.rot, carry.apply(scene.solid(thing) - pos)
+    end = stow.pos
+    offset = carry.apply(hand.pos - pos)
+    if stow.spare and hits(end + offset, grip, walls, OPENING) > 3:
+        end = end + min((hits(end + offset + rise * UP, grip, walls, OPENING), rise) for rise in np.arange(0, stow.spare, 0.01))[1] * UP
+    before = end - (0.0 if way[2] else 0.30) * way
+    low = min(float(posed[:, 2].min()), offset[2] + lowest(grip))
+    radius = float(np.linalg.norm(posed[:, :2], axis=1).max())
+    high = max(top_between(walls, pos, before, radius + 0.02) + CLEAR - low, before[2] + 0.04)
+
+    def hand_at(origin: Vector) -> tuple[Vector, Vector]:
+        return origin + offset, grip.as_quat()
+
+    moves = []
+    if pos[2] < high - 0.02:
+        moves.append(Move(np.append(hand.pos[:2], hand.pos[2] + high - pos[2]), hand.rot.as_quat(), CLOSE, tol=0.03, turn_tol=9.0))
+    moves.append(Move(*hand_at(np.append(before[:2], high)), CLOSE, tol=0.015, turn_tol=0.15, at_most=90))
+    if not way[2]:
+        moves.append(Move(*hand_at(before), CLOSE, tol=0.01, turn_tol=0.1, speed=0.7, at_most=60))
+    moves.append(Move(*hand_at(end), CLOSE, tol=0.008, turn_tol=0.15, speed=0.7, at_most=60))
+    moves += release(*hand_at(end), back=0.08 if way[2] else 0.16)
+    return moves, _without_hold(notes)
+
+
+def release(pos: Vector, quat: Vector, back: float) -> list[Move]:
+    """Open, draw back the way the hand points, rise."""
+    behind = pos - back * Rotation.from_quat(quat).apply([0, 0, 1])
+    return [
+        Move(pos, quat, OPEN, at_least=8, at_most=8),
+        Move(behind, quat, OPEN, tol=0.02, turn_tol=9.0, at_most=40),
+        Move(np.append(behind[:2], max(behind[2], pos[2] + 0.10)), quat, OPEN, tol=0.03, turn_tol=9.0, at_most=40),
+    ]
+
+
+def _without_hold(notes: Notes) -> Notes:
+    return {key: value for key, value in notes.items() if key not in ("held", "goal", "low", "turn", "upright", "way")}
