@@ -60,7 +60,8 @@ def _linear(x: Array, w: Weights, name: str) -> Array:
 
 
 def _silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
+    activated: Array = x / (1 + np.exp(-x))
+    return activated
 
 
 def _float(tensor: Tensor) -> Array:

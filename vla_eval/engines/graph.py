@@ -174,8 +174,9 @@ def total(lengths: Sequence[Dim]) -> Dim:
 def narrowed(stored: Stored, dtype: DType) -> Vector:
     """A stored tensor in the type that the graph wants. Raises BadRequest, naming it, where a value exceeds that type's range."""
     array = stored.read()
-    wanted = array.astype(NUMPY[dtype], copy=False)
-    if dtype == "float16" and array.dtype != np.float16 and not np.isfinite(wanted.astype(np.float32)).all():
+    with np.errstate(over="ignore"):  # looked at next
+        wanted: Vector = array.astype(NUMPY[dtype], copy=False)
+    if dtype == "float16" and array.dtype != np.float16 and not np.isfinite(wanted).all():
         raise BadRequest(f"{stored.name} holds a value beyond ±65504, which float16 cannot; choose --dtype bf16 or fp32")
     return wanted
 
