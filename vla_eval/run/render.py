@@ -21,9 +21,10 @@ from ..results.film import beside, film
 from ..results.folder import Episode, RunFolder
 from ..types import BadRequest, EpisodeRecord, Image, Interface, Outcome
 
-FONT_PX = 13
+FONT_PX, LINE_PX, EDGE = 13, 17, 6
 DARK, BRIGHT, DIM, TRUE, MARK = (24, 24, 27), (244, 244, 245), (140, 140, 150), (74, 222, 128), (250, 204, 21)
 
+Colour = tuple[int, int, int]
 Only = Literal["failures", "successes", "all"]
 OUTCOMES: Mapping[Only, tuple[Outcome, ...]] = {
     "failures": ("failure",),
@@ -108,29 +109,31 @@ def captioned(pictures: Iterable[Mapping[str, Image]], episode: Episode, instruc
     A yellow bar marks the frames at which the policy was asked.
     """
     asked = episode.request_step.tolist()
-    steps = len(episode.states) - 1
-    names = [str(name) for name in episode.predicate_names]
+    last = len(episode.states) - 1
     for step, views in enumerate(pictures):
         picture = beside(views.values())
         width = picture.shape[1]
-        lines = _wrapped(instruction, width - 12)
-        line_px = FONT_PX + 4
-        bar = Pillow.new("RGB", (width, line_px * (len(lines) + 1 + len(names)) + 8), DARK)
-        draw = ImageDraw.Draw(bar)
-        if step in asked:
-            draw.rectangle((0, 0, width, 3), MARK)
-        for row, line in enumerate(lines):
-            draw.text((6, 4 + row * line_px), line, BRIGHT, _font())
-        chunk = sum(first <= step for first in asked)
-        draw.text(
-            (6, 4 + len(lines) * line_px), f"step {step}/{steps}  chunk {chunk}/{len(asked)}", MARK if step in asked else DIM, _font()
-        )
-        for row, name in enumerate(names, len(lines) + 1):
-            holds = bool(episode.predicates[step, row - len(lines) - 1])
-            top = 4 + row * line_px
-            draw.rectangle((6, top + 3, 6 + FONT_PX - 4, top + FONT_PX - 1), fill=TRUE if holds else None, outline=TRUE if holds else DIM)
-            draw.text((6 + FONT_PX, top), name, TRUE if holds else DIM, _font())
-        yield np.concatenate([picture, np.asarray(bar)])
+        now = MARK if step in asked else DIM
+        lines: list[tuple[str, Colour, bool | None]] = [(line, BRIGHT, None) for line in _wrapped(instruction, width - 2 * EDGE)]
+        lines.append((f"step {step}/{last}  chunk {sum(first <= step for first in asked)}/{len(asked)}", now, None))
+        for name, holds in zip(map(str, episode.predicate_names), map(bool, episode.predicates[step]), strict=True):
+            first, *more = _wrapped(name, width - 2 * EDGE - FONT_PX)
+            lines += [(first, TRUE if holds else DIM, holds), *((line, TRUE if holds else DIM, None) for line in more)]
+        yield np.concatenate([picture, _bar(width, lines, MARK if step in asked else DARK)])
+
+
+def _bar(width: int, lines: Sequence[tuple[str, Colour, bool | None]], edge: Colour) -> Image:
+    """Lines of text under an edge; a line that is true or false has a box, full or empty, before it."""
+    bar = Pillow.new("RGB", (width, LINE_PX * len(lines) + EDGE + 2), DARK)
+    draw = ImageDraw.Draw(bar)
+    draw.rectangle((0, 0, width, 3), edge)
+    for row, (line, colour, box) in enumerate(lines):
+        left, top = EDGE, 4 + row * LINE_PX
+        if box is not None:
+            left += FONT_PX
+            draw.rectangle((EDGE, top + 3, EDGE + FONT_PX - 4, top + FONT_PX - 1), fill=TRUE if box else None, outline=colour)
+        draw.text((left, top), line, colour, _font())
+    return np.asarray(bar)
 
 
 def _numbers(folder: RunFolder, task_id: str) -> Mapping[str, Any]:
@@ -147,13 +150,18 @@ def _listed(played: Sequence[tuple[int, int]]) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
+    """Lines that fit: broken between words, and inside a word that is too long for a line."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and _font().getlength(longer) > width:
-            lines.append(word)
-        else:
+        if _font().getlength(longer) <= width:
             lines[-1] = longer
+            continue
+        lines += [""] if lines[-1] else []
+        for letter in word:
+            if lines[-1] and _font().getlength(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
     return lines
 
 
