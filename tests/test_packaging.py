@@ -98,6 +98,12 @@ def test_the_commands_that_the_readme_promises_are_in_the_makefile() -> None:
     assert {"demo", "test", "check", "bench", "matrix", "docs", "clean"} <= targets
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_to_files_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert "://" in target or (ROOT / target).exists(), target
+
+
 def build(source: Path, kind: str, out: Path) -> Path:
     """Build with the installed setuptools, as an isolated build without the network would."""
     out.mkdir(exist_ok=True)
