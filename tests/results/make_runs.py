@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from vla_eval.results.folder import Episode, RunFolder, create
-from vla_eval.types import EpisodeRecord, RunManifest
+from vla_eval.types import EpisodeRecord, Outcome, RunManifest
 
 SUITE = "shop@fair"
 OBJECTS = ("soup", "milk", "plate")
@@ -51,6 +51,7 @@ def manifest(**changes: Any) -> RunManifest:
                 "trials": 50,
                 "env_kwargs": {"settle_steps": 10, "size": 64},
                 "starts": "4f1c",
+                "control_hz": HZ,
             }
             for index, name in enumerate(names)
         },
@@ -98,7 +99,7 @@ def play(folder: RunFolder, task: str, trial: int, way: str) -> None:
         return
     arrays = episode(way, seed=1000 * int(task.rpartition("/")[2]) + trial)
     folder.write_episode(task, trial, arrays)
-    outcome = "success" if way == "success" else "failure"
+    outcome: Outcome = "success" if way == "success" else "failure"
     steps, chunks = len(arrays.actions), len(arrays.request_step)
     folder.append(EpisodeRecord(outcome=outcome, steps=steps, chunks=chunks, seconds=2.0 + trial, **common))
 

@@ -93,7 +93,7 @@ def test_a_rule_fires_at_the_same_length_however_often_it_is_asked() -> None:
     assert 20 < fired.n < 80
     assert rule.fires(prefix(won[: fired.n])) == fired
     assert rule.fires(prefix(won[: fired.n - 1])) is None
-    assert rule(prefix(won)) == fired.why
+    assert rule.of(prefix(won), [("shop@fair/0", trial) for trial in range(100)]) == fired.why
 
 
 def test_upper_fires_on_a_hopeless_policy_and_lower_does_not() -> None:
@@ -116,15 +116,9 @@ def test_the_prefix_ends_at_a_gap_and_at_an_error() -> None:
     assert [r.trial for r in sequential.finished_prefix([*records, broken], ledger)] == [0, 1]
 
 
-def test_the_ledger_is_shuffled_by_the_seed_alone() -> None:
-    ledger = [(f"t/{task}", trial) for task in range(10) for trial in range(5)]
-    assert sequential.shuffled(ledger, 3) == sequential.shuffled(ledger, 3)
-    assert sequential.shuffled(ledger, 3) != sequential.shuffled(ledger, 4)
-    assert sorted(sequential.shuffled(ledger, 3)) == sorted(ledger)
-
-
 def stopping(make_runs: ModuleType, out: Path, rule: Rule, way: Callable[[int, int], str]) -> Path:
-    ledger = sequential.shuffled([(f"shop@fair/{task}", trial) for task in range(3) for trial in range(40)], 0)
+    ledger = [(f"shop@fair/{task}", trial) for task in range(3) for trial in range(40)]
+    ledger = [ledger[i] for i in np.random.default_rng(0).permutation(len(ledger))]
     folder = make_runs.make_run(out, way, only=90, trials=40, ledger=ledger, stop=rule.to_json())
     assert isinstance(folder.path, Path)
     return folder.path

@@ -22,6 +22,8 @@ from vla_eval.policies.baseline import random, replay, zero
 from vla_eval.registry import load_tasks
 from vla_eval.results import folder as folders
 from vla_eval.results.folder import RunFolder, open_run, untimed
+from vla_eval.results.report import report
+from vla_eval.results.sequential import parse_rule, stopped
 from vla_eval.run import loop, manifest
 from vla_eval.run.loop import Limits, resume, start
 from vla_eval.run.worker import Worker, facts_from, spawn
@@ -569,21 +571,23 @@ def test_an_environment_without_extras_is_used_as_it_is(tmp_path: Path) -> None:
         assert count_frames_and_secs(folder.path / record.video)[0] == 13
 
 
-def test_a_stop_rule_reads_the_finished_prefix_of_a_shuffled_ledger(tmp_path: Path) -> None:
-    seen: list[list[tuple[str, int]]] = []
-
-    def stop(prefix: Sequence[EpisodeRecord]) -> str | None:
-        seen.append([(record.task, record.trial) for record in prefix])
-        return "enough" if len(prefix) >= 5 else None
-
-    with start(zero(), load_tasks("toy"), trials=5, workers=0, out=tmp_path, stop=stop) as run:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stop_rule_ends_a_shuffled_run_at_the_same_episode_however_it_is_played(tmp_path: Path, workers: int) -> None:
+    with start(zero(), load_tasks("toy"), trials=8, workers=workers, out=tmp_path, stop=parse_rule("upper<0.5")) as run:
         records = list(run)
-    assert run.stopped == "enough"
-    assert len(records) == 5
-    assert seen[-1] == list(run.manifest.ledger[:5])
-    assert len({task for task, _ in run.manifest.ledger[:8]}) > 1
+    assert run.stopped is not None
     assert run.folder is not None
-    assert not run.folder.complete
+    folder = open_run(run.folder.path)
+    end = stopped(folder)
+    assert end is not None
+    assert end.n == 7  # seven failures, none else, leave rates below 0.5
+    assert {(record.task, record.trial) for record in records} >= set(folder.manifest.ledger[:7])
+    assert len({task for task, _ in folder.manifest.ledger[:8]}) > 1
+    assert workers or not folder.complete  # two workers may have played all while the first episode was still going
+    assert report(folder).complete
+    with resume(folder, zero(), load_tasks("toy"), workers=workers) as again:
+        assert list(again) == []
+        assert again.stopped == run.stopped
 
 
 def test_replay_plays_the_recorded_actions_to_the_same_states(tmp_path: Path) -> None:

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..types import BadRequest, EpisodeRecord, Outcome, RunManifest
+from .difference import Difference, differences
 from .folder import RunFolder
 from .report import cell, percent, task_order
 from .stats import Paired, Verdict, paired, verdict
 
 MARGIN = 0.05
-OWN = ("run_id", "created", "command")  # differ between any two runs and say nothing about them
-HARMLESS = ("python", "numpy", "gymnasium")  # versions under which a start is the same; all others are the simulator's
-ABSENT = "(absent)"
-
-
-class Difference(NamedTuple):
-    """One place in which two manifests differ. With `separates` the same (task, trial) is not the same episode."""
-
-    key: str
-    a: Any
-    b: Any
-    separates: bool
 
 
 class Disagreement(NamedTuple):
@@ -141,52 +130,12 @@ def compare(a: RunFolder, b: RunFolder, margin: float = MARGIN) -> Comparison:
     )
 
 
-def differences(a: RunManifest, b: RunManifest) -> list[Difference]:
-    """Every place in which two manifests differ, by its path; those that separate the runs come first."""
-    flat_a, flat_b = (dict(_flat((), _comparable(manifest))) for manifest in (a, b))
-    shared = {task for task, _ in a.ledger} & {task for task, _ in b.ledger}
-    found = []
-    for path in dict.fromkeys([*flat_a, *flat_b]):
-        one, other = flat_a.get(path, ABSENT), flat_b.get(path, ABSENT)
-        if one != other:
-            found.append(Difference(".".join(path), one, other, _separates(path, shared)))
-    return sorted(found, key=lambda difference: not difference.separates)
-
-
 def difference_markdown(a: RunManifest, b: RunManifest) -> str:
     """`compare --diff`: every difference of two manifests, as a table."""
     found = differences(a, b)
     if not found:
         return f"{a.run_id} and {b.run_id} differ in nothing but their outcomes.\n"
     return "\n".join(_difference_table(found)) + "\n"
-
-
-def _separates(path: tuple[str, ...], shared: set[str]) -> bool:
-    """Whether a (task, trial) that both runs have starts or ends otherwise in the two."""
-    match path:
-        case ("protocol", "tasks", task, *_):
-            return task in shared
-        case ("protocol", "replan") | ("protocol", "tasks"):  # replan is the policy's, and shown wherever a rate is
-            return False
-        case ("versions", name):
-            return name.lower() not in HARMLESS
-        case (head, *_):
-            return head in ("suite", "seed", "protocol")
-    return False
-
-
-def _comparable(manifest: RunManifest) -> dict[str, Any]:
-    data = {name: value for name, value in asdict(manifest).items() if name not in OWN}
-    data["ledger"] = {f"{task}, trial {trial}": "planned" for task, trial in manifest.ledger}  # its order decides nothing
-    return data
-
-
-def _flat(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flat((*path, str(key)), inner)
-    else:
-        yield path, list(value) if isinstance(value, tuple) else value
 
 
 def _by_episode(folder: RunFolder) -> dict[tuple[str, int], EpisodeRecord]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..types import BadRequest, EpisodeRecord
 from .folder import Episode, RunFolder
-from .report import CONTROL_HZ, task_order
+from .report import CONTROL_HZ, control_hz, task_order
 
 MOVED_M = 0.03  # an object that lies farther from its start was moved by somebody, not by settling
 PROGRESS_M = 0.01  # carried or pushed this far in the last second, a target was still on its way
@@ -36,16 +36,16 @@ class Bin(StrEnum):
     HARNESS_ERROR = "harness error"
 
 
-def bin_of(record: EpisodeRecord, episode: Episode | None, control_hz: float = CONTROL_HZ) -> Bin | None:
+def bin_of(record: EpisodeRecord, episode: Episode | None, hz: float = CONTROL_HZ) -> Bin | None:
     """The bin of an episode; None for a success. `episode` may be None for an error, which is sorted by its message."""
     if record.outcome == "success":
         return None
     if record.outcome == "error":
         return Bin.POLICY_ERROR if (record.error or "").startswith(POLICY_ERRORS) else Bin.HARNESS_ERROR
-    return Bin.UNREADABLE if episode is None else sort(episode, control_hz)
+    return Bin.UNREADABLE if episode is None else sort(episode, hz)
 
 
-def sort(episode: Episode, control_hz: float = CONTROL_HZ) -> Bin:
+def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     """The bin of a failed episode's arrays.
 
     What was reached and lost again says more than what is still missing, and what is still moving more than what was dropped before:
@@ -53,7 +53,7 @@ def sort(episode: Episode, control_hz: float = CONTROL_HZ) -> Bin:
     begins with something that does not move by itself (a door, a stove's knob), only the predicates can be asked.
     """
     met = episode.predicates.astype(bool)  # [T+1, P]
-    window = max(1, round(WINDOW_S * control_hz))
+    window = max(1, round(WINDOW_S * hz))
     unmet = ~met[-1]
     if np.any(met[:-1].any(axis=0) & unmet):
         return Bin.UNDONE
@@ -85,7 +85,6 @@ def sort(episode: Episode, control_hz: float = CONTROL_HZ) -> Bin:
 
 def bins(folder: RunFolder) -> dict[tuple[str, int], Bin]:
     """The bin of every episode that did not succeed."""
-    hz = float(folder.manifest.protocol.get("control_hz", CONTROL_HZ))
     found = {}
     for record in folder.records():
         if record.outcome == "success":
@@ -96,7 +95,7 @@ def bins(folder: RunFolder) -> dict[tuple[str, int], Bin]:
                 episode = folder.episode(record.task, record.trial)
             except BadRequest:
                 episode = None  # its bin says so
-        bin_ = bin_of(record, episode, hz)
+        bin_ = bin_of(record, episode, control_hz(folder.manifest, record.task))
         assert bin_ is not None
         found[record.task, record.trial] = bin_
     return found

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..types import BadRequest, EpisodeRecord
+from ..types import BadRequest, EpisodeRecord, RunManifest
 from .folder import RunFolder
 from .sequential import anytime_interval, finished_prefix, stopped
 from .stats import Interval, Percentiles, Rate, clustered, macro, percentiles, rate
@@ -213,7 +213,6 @@ def task_order(task: str) -> tuple[str, int, str]:
 
 def run_latency(folder: RunFolder, records: Iterable[EpisodeRecord]) -> tuple[Latency | None, int]:
     """Latency over every counted episode's requests, and how many episodes could not be read. None if no request was recorded."""
-    hz = float(folder.manifest.protocol.get("control_hz", CONTROL_HZ))
     seconds: dict[str, list[float]] = {}
     in_time, episodes, unread = [], 0, 0
     for record in records:
@@ -230,9 +229,15 @@ def run_latency(folder: RunFolder, records: Iterable[EpisodeRecord]) -> tuple[La
             seconds.setdefault(stage, []).extend(map(float, column[np.isfinite(column)]))
         if "total" in columns:
             executed = np.diff(np.append(episode.request_step, len(episode.actions)))
-            in_time.extend(columns["total"] <= executed / hz)
+            in_time.extend(columns["total"] <= executed / control_hz(folder.manifest, record.task))
     stages = {stage: found for stage, column in seconds.items() if (found := percentiles(column))}
-    return (Latency(stages, float(np.mean(in_time)) if in_time else 0.0, hz, episodes) if stages else None), unread
+    rates = {control_hz(folder.manifest, task) for task, _ in folder.manifest.ledger}
+    return (Latency(stages, float(np.mean(in_time)) if in_time else 0.0, max(rates), episodes) if stages else None), unread
+
+
+def control_hz(manifest: RunManifest, task: str) -> float:
+    """Steps a second of a task, as its environment said."""
+    return float(manifest.protocol.get("tasks", {}).get(task, {}).get("control_hz") or CONTROL_HZ)
 
 
 def rate_json(found: Rate) -> dict[str, Any]:

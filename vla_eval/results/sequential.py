@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import brentq
 from scipy.special import betaln, xlog1py, xlogy
 
-from ..types import BadRequest, EpisodeRecord
+from ..types import BadRequest, EpisodeRecord, RunManifest
+from .difference import differences
 from .folder import RunFolder, open_run
 from .stats import ALPHA, Interval
 
@@ -32,16 +33,18 @@ class Stopped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When to stop. Called with the finished prefix it says why to stop there, or None."""
+    """When to stop a run whose ledger is shuffled."""
 
     text: str  # "lower>0.9", "upper<0.5", "versus RUN"
     kind: Literal["lower", "upper", "versus"]
     threshold: float = 0.5
     against: str = ""  # the other run's id
     reference: Mapping[Episode, bool] | None = None  # its outcomes; an error is in none
+    other: RunManifest | None = field(default=None, compare=False)  # the other run's, while this one is being started
 
-    def __call__(self, prefix: Sequence[EpisodeRecord]) -> str | None:
-        fired = self.fires(prefix)
+    def of(self, records: Iterable[EpisodeRecord], ledger: Sequence[Episode]) -> str | None:
+        """Why to stop now, or None."""
+        fired = self.fires(finished_prefix(records, ledger))
         return fired and fired.why
 
     def fires(self, prefix: Sequence[EpisodeRecord]) -> Stopped | None:
@@ -69,6 +72,19 @@ class Rule:
             told = f"{k[first]}/{first + 1} succeeded, anytime interval {interval.low:.3f} … {interval.high:.3f}"
         return Stopped(first + 1, f"{self.text}: {told}")
 
+    def admit(self, manifest: RunManifest) -> None:
+        """Refuse a run that the rule cannot judge, before its first step. Raises BadRequest."""
+        if self.other is None or self.reference is None:
+            return
+        if separating := [d for d in differences(self.other, manifest) if d.separates]:
+            told = "; ".join(f"{d.key}: {d.a} there, {d.b} here" for d in separating[:3])
+            raise BadRequest(f"{self.text}: its episodes are not this run's ({told}); compare with a run under the same protocol")
+        if missing := [episode for episode in manifest.ledger if episode not in self.reference]:
+            task, trial = missing[0]
+            raise BadRequest(
+                f"{self.text}: {len(missing)} of {len(manifest.ledger)} episodes were not finished there, {task} trial {trial} first"
+            )
+
     def to_json(self) -> dict[str, Any]:
         """What a manifest keeps, the other run's outcomes included: the folder alone says when the rule was met."""
         reference = self.reference and [[task, trial, won] for (task, trial), won in self.reference.items()]
@@ -93,13 +109,10 @@ def parse_rule(text: str) -> Rule:
     if text.startswith("versus "):
         folder = open_run(text.removeprefix("versus "))
         reference = {(r.task, r.trial): r.outcome == "success" for r in folder.records() if r.outcome != "error"}
-        return Rule(f"versus {folder.manifest.run_id}", "versus", against=folder.manifest.run_id, reference=reference)
+        return Rule(
+            f"versus {folder.manifest.run_id}", "versus", against=folder.manifest.run_id, reference=reference, other=folder.manifest
+        )
     raise BadRequest(f"stop rule {text!r} is none of 'lower>0.9', 'upper<0.5', 'versus RUN' (thresholds between 0 and 1)")
-
-
-def shuffled(ledger: Sequence[Episode], seed: int) -> list[Episode]:
-    """The ledger in the random order that a stop rule needs: the same for the same seed."""
-    return [ledger[i] for i in np.random.default_rng(seed).permutation(len(ledger))]
 
 
 def finished_prefix(records: Iterable[EpisodeRecord], ledger: Sequence[Episode]) -> list[EpisodeRecord]:

@@ -8,10 +8,10 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,11 +24,14 @@ from .episode import Answer, Facts, answers, in_process, told
 from .wire import Message, WireError, record_from, request_from, shallow
 from .worker import Order, Worker, facts_from, opened, play, spawn
 
-StopRule = Callable[[Sequence[EpisodeRecord]], str | None]  # the finished prefix of the ledger -> why to stop, or None
+if TYPE_CHECKING:
+    from ..results.sequential import Rule
+
 
 ATTEMPTS = 2  # an episode whose simulator died is played once more
 PROCESS_BYTES = 60 << 20  # of a simulator's process that holds next to nothing
 _SEND_SECONDS = 60.0
+_DYING_SECONDS = 5.0  # between a process's last byte and its exit status
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ def start(
     bundle: str | None = None,
     backend: str = "none",
     engines: Mapping[str, Any] | None = None,
-    stop: StopRule | None = None,
+    stop: Rule | None = None,
     limits: Limits | None = None,
 ) -> Run:
     """A new run: everything checked, the first simulator standing, the manifest written; nothing played yet.
@@ -107,9 +110,13 @@ def start(
         engines=_json(engines or {}, "engines"),
     )
     _json(manifest.protocol, "protocol")
+    if stop is not None:
+        manifest = replace(manifest, stop=stop.to_json())
     run = Run(policy, tasks, manifest, workers=workers, video=video, stop=stop, limits=limits or Limits())
     try:
         run._stand()
+        if stop is not None:
+            stop.admit(run.manifest)
         if out is not None:
             run._keep(folders.create(Path(out), run.manifest))
     except BaseException:
@@ -134,7 +141,6 @@ def resume(
     backend: str = "none",
     engines: Mapping[str, Any] | None = None,
     accept_revision: bool = False,
-    stop: StopRule | None = None,
     limits: Limits | None = None,
 ) -> Run:
     """A folder's run once more: what is missing or ended in an error. Numbers that are None are the run's.
@@ -181,6 +187,11 @@ def resume(
             differs = "; ".join(manifests.differences(latest, now.revision))
             raise BadRequest(f"{kept.path}: was played by another vla-eval ({differs}); go on with --accept-revision, or start a new run")
         old = replace(old, revision={**old.revision, "resumed": [*old.revision.get("resumed", []), now.revision]})
+    stop = None
+    if old.stop:
+        from ..results.sequential import Rule  # brings scipy and statsmodels along
+
+        stop = Rule.from_json(old.stop)
     run = Run(policy, tasks, old, workers=workers, video=video, stop=stop, limits=limits or Limits())
     try:
         run._keep(kept)
@@ -231,7 +242,7 @@ class Run:
         *,
         workers: int,
         video: bool,
-        stop: StopRule | None,
+        stop: Rule | None,
         limits: Limits,
     ) -> None:
         self.manifest, self.folder = manifest, None
@@ -344,6 +355,8 @@ class Run:
         self.before = [record for record in folder.records() if record.outcome != "error"]
         self._done = {(record.task, record.trial): record for record in self.before}
         self.todo = [key for key in self.manifest.ledger if key not in self._done]
+        if self._stop is not None and (why := self._stop.of(self.before, self.manifest.ledger)):
+            self.stopped, self.todo = why, []
 
     # Episodes in this process, for a debugger.
 
@@ -455,7 +468,8 @@ class Run:
                 elif seat.asked is None and time.monotonic() > worker.deadline:
                     raise WireError(f"no sign of life while it should {self._doing(seat)}")
             except WireError as error:
-                if (record := self._bury(seat, worker, job, str(error))) is not None:
+                hangs = fileno not in heard
+                if (record := self._bury(seat, worker, job, str(error), worker.end(0.0 if hangs else _DYING_SECONDS))) is not None:
                     yield record
 
     def _wait_seconds(self) -> float:
@@ -520,9 +534,9 @@ class Run:
                 seat.worker.connection.send(reply, _SEND_SECONDS)
             seat.worker.expect(self.manifest.replan * self._limits.step + self._limits.look + self._limits.write)
 
-    def _bury(self, seat: _Seat, worker: Worker, job: _Job, why: str) -> EpisodeRecord | None:
+    def _bury(self, seat: _Seat, worker: Worker, job: _Job, why: str, fate: str) -> EpisodeRecord | None:
         """A worker died or hangs: its episode is played once more by the next one, and is an error after that."""
-        states, fate = worker.states(), worker.end()
+        states = worker.states()
         seat.worker, seat.job, seat.asked = None, None, None
         reason = f"the simulator's process died ({why}{', ' + fate if fate else ''})"
         _log.warning("%s trial %d, attempt %d: %s", job.task.id, job.trial, job.attempt, reason)
@@ -545,16 +559,8 @@ class Run:
             self.folder.append(record)
         self._done[record.task, record.trial] = record
         if self._stop is not None:
-            self.stopped = self._stop(self._prefix())
+            self.stopped = self._stop.of(self._done.values(), self.manifest.ledger)
         return record
-
-    def _prefix(self) -> list[EpisodeRecord]:
-        prefix = []
-        for key in self.manifest.ledger:
-            if key not in self._done:
-                break
-            prefix.append(self._done[key])
-        return prefix
 
     def _error(self, job: _Job, error: str) -> EpisodeRecord:
         seconds = time.monotonic() - job.began

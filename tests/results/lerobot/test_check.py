@@ -198,7 +198,13 @@ def _(root: Path) -> None:
 
 @breaks("task-field")
 def _(root: Path) -> None:
-    lines(root, "meta/tasks.jsonl", lambda all_: all_.append({"task_index": 2, "task": "  "}))
+    lines(root, "meta/tasks.jsonl", lambda all_: all_.append({"task_index": "2", "task": "lift it"}))
+
+
+@breaks("task-empty")
+def _(root: Path) -> None:
+    lines(root, "meta/tasks.jsonl", lambda all_: all_[1].update(task=""))
+    lines(root, "meta/episodes.jsonl", lambda all_: all_[2].update(tasks=[""]))
 
 
 @breaks("task-duplicate")
