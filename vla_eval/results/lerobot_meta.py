@@ -302,9 +302,11 @@ def _tasks(root: Path) -> Steps[dict[int, str] | None]:
         return None
     for line, data in all_:
         index, task = data.get("task_index"), data.get("task")
-        if not is_int(index) or not isinstance(task, str) or not task.strip():
+        if not is_int(index) or not isinstance(task, str):
             yield Finding("task-field", TASKS, f"task_index is {index!r} and task {task!r}; it wants a whole number and a sentence", line)
             continue
+        if not task.strip():
+            yield Finding("task-empty", TASKS, f"task {index} is {task!r}; its episodes would teach without an instruction", line)
         if index in found or task in found.values():
             yield Finding("task-duplicate", TASKS, f"task_index {index} or its task {task!r} stands above already", line)
         found[index] = task  # as the loader does: the last one counts
