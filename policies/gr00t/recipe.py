@@ -9,16 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.arrays import write_npz
 from vla_eval.engines.bundle import Bundle, Identity, Stage, open_bundle, staged
 from vla_eval.engines.graph import NUMPY, PRECISIONS, Dim, Graph, axis
 from vla_eval.engines.onnx_pen import OnnxPen
-from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, open_checkpoint, token_table, write_tensors
-from vla_eval.types import BadRequest
+from vla_eval.engines.verify import SELFTEST
+from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
+from vla_eval.types import BadRequest, Vector
 
 from . import network
 from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, not_needed, read_architecture, read_geometry
 from .contract import MERGE, Contract, from_checkpoint, parse
-from .processor import Tokens, seen_grid
+from .processor import Layout, Tokens, position_ids, positions, seen_grid, text_rotary, vision_tables
 from .tables import action_time_bias, adanorm_modulation, buckets
 
 COMPONENTS = ("visual", "vl_backbone", "action")
@@ -106,6 +111,7 @@ def recipe(
         if not components:
             stored.check_all_read(not_needed(stored, a))
         stage.copy(folder, "tokenizer")
+        write_npz(stage.shared(SELFTEST), _selftest(a, contract, tokens, table, stored.weights, batch, (rows, columns), min(steps)))
     return open_bundle(out)
 
 
@@ -117,6 +123,45 @@ def graph_of(component: str, a: Architecture, slot: int, sizes: Sizes, stored: C
         "vl_backbone": lambda g: network.vl_backbone(g, a, w, sizes.batch, sizes.tokens),
         "action": lambda g: network.action(g, a, w, slot, sizes.batch, sizes.tokens),
     }[component]
+
+
+def _selftest(
+    a: Architecture, contract: Contract, tokens: Tokens, table: Tensor, w: Weights, batch: int, grid: tuple[int, int], steps: int
+) -> dict[str, Vector]:
+    """Inputs for every component, made of random pictures, states and noise and one real prompt: the same in every precision.
+
+    Keys and values of the action come from the backbone's answer. Every denoise step has noise of its own, so that none passes for another.
+    """
+    rng, layout = np.random.default_rng(0), Layout.of(asdict(a.geometry))
+    views = len(contract.cameras) * batch
+
+    def normal(*shape: int) -> NDArray[np.float32]:
+        return rng.standard_normal(shape, np.float32)
+
+    made = vision_tables(layout, views, grid)
+    ids = tokens.ids("pick up the bowl")
+    image = ids == layout.image_token
+    embeds = normal(batch, ids.size, a.text.hidden)  # picture tokens as they are; text tokens from the table
+    embeds[:, ~image] = np.stack([table.row(int(i)).read() for i in ids[~image]]).astype(np.float32)
+    taps = {f"deepstack_embeds_{k}": normal(*embeds.shape) * image[:, None] for k in range(len(a.vision.deepstack_after_blocks))}
+    rotary = np.broadcast_to(text_rotary(layout, positions(ids, layout.image_token, grid)), (batch, ids.size, a.text.head_dim))
+    visual = {
+        "input": rng.uniform(-1, 1, (views * grid[0] * grid[1], a.vision.patch_values)).astype(np.float32),
+        "rotary_pos_emb": made.rotary, "cu_seqlens": made.cu_seqlens,
+        "fast_pos_embed_idx": made.position_index, "fast_pos_embed_weight": made.position_weight,
+    }  # fmt: skip
+    backbone = {"inputs_embeds": embeds, "rope_rotary_cos_sin": rotary, "attention_pos_id": position_ids(batch, ids.size), **taps}
+    modulation, bias = adanorm_modulation(a, w, steps), action_time_bias(a, w, steps, contract.embodiment_id)
+    masks = {
+        f"{kind}_attention_mask": np.broadcast_to(seen, (batch, 1, 1, ids.size)) for kind, seen in (("text", ~image), ("image", image))
+    }
+    state = rng.uniform(-1, 1, (batch, 1, a.state_dim)).astype(np.float32)
+    inputs = {"visual/0/in": visual, "vl_backbone/0/in": backbone}
+    for k in range(steps):
+        noise = normal(batch, a.horizon, a.action_dim)
+        tables = {"adanorm_modulation": modulation[k], "action_time_bias": bias[k]}
+        inputs[f"action/{k}/in"] = {"noise_trajectory": noise, "state": state, **tables, **masks}
+    return {f"{where}/{name}": array for where, arrays in inputs.items() for name, array in arrays.items()}
 
 
 def _draw(path: Path, dtype: str, component: str, stored: Checkpoint, a: Architecture, slot: int, sizes: Sizes) -> OnnxPen:

@@ -239,6 +239,11 @@ class Stage:
         _write_json(self.file(component, "config.json"), config)
         self.order.extend([f"{component}/{name}" for name in (*artifacts, "config.json")])
 
+    def shared(self, name: str) -> Path:
+        """Where to write a file that belongs to the bundle as a whole."""
+        self.order.append(name)
+        return self.folder / name
+
     def copy(self, source: Path, name: str) -> None:
         """Files that every component shares, such as the tokenizer: a folder's plain files, under `name`."""
         (self.folder / name).mkdir()
