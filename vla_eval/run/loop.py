@@ -22,7 +22,7 @@ from ..types import SEED_LIMIT, BadRequest, EpisodeRecord, Interface, Policy, Re
 from . import manifest as manifests
 from .episode import Answer, Facts, answers, in_process, told
 from .wire import Message, WireError, record_from, request_from, shallow
-from .worker import Order, Worker, facts_from, opened, play, spawn
+from .worker import Ending, Order, Worker, facts_from, opened, play, spawn
 
 if TYPE_CHECKING:
     from ..results.sequential import Rule
@@ -306,7 +306,7 @@ class Run:
                 worker.connection.send({"kind": "open", "task": shallow(task)}, _SEND_SECONDS)
                 message = worker.connection.receive(self._limits.construct)
             except WireError as error:  # it will be tried again, as the first episode's simulator
-                _log.warning("%s: the first simulator did not stand (%s; %s)", task.id, error, worker.end())
+                _log.warning("%s: the first simulator did not stand (%s; %s)", task.id, error, worker.end().told)
                 self._seats[0].worker = None
                 return
             worker.task = task.id if message["kind"] == "opened" else None
@@ -429,7 +429,7 @@ class Run:
                 seat.worker.connection.send({"kind": "open", "task": shallow(job.task)}, _SEND_SECONDS)
                 seat.worker.expect(self._limits.construct)
         except WireError as error:  # it died while it had nothing to do: that costs no attempt
-            _log.debug("worker: %s; %s", error, seat.worker.end())
+            _log.debug("worker: %s; %s", error, seat.worker.end().told)
             seat.worker, seat.job = None, None
             self._again.insert(0, job)
 
@@ -469,7 +469,7 @@ class Run:
                     raise WireError(f"no sign of life while it should {self._doing(seat)}")
             except WireError as error:
                 hangs = fileno not in heard
-                if (record := self._bury(seat, worker, job, str(error), worker.end(0.0 if hangs else _DYING_SECONDS))) is not None:
+                if (record := self._bury(seat, job, str(error), worker.end(0.0 if hangs else _DYING_SECONDS))) is not None:
                     yield record
 
     def _wait_seconds(self) -> float:
@@ -534,14 +534,13 @@ class Run:
                 seat.worker.connection.send(reply, _SEND_SECONDS)
             seat.worker.expect(self.manifest.replan * self._limits.step + self._limits.look + self._limits.write)
 
-    def _bury(self, seat: _Seat, worker: Worker, job: _Job, why: str, fate: str) -> EpisodeRecord | None:
+    def _bury(self, seat: _Seat, job: _Job, why: str, ending: Ending) -> EpisodeRecord | None:
         """A worker died or hangs: its episode is played once more by the next one, and is an error after that."""
-        states = worker.states()
         seat.worker, seat.job, seat.asked = None, None, None
-        reason = f"the simulator's process died ({why}{', ' + fate if fate else ''})"
+        reason = f"the simulator's process died ({', '.join(part for part in (why, ending.told) if part)})"
         _log.warning("%s trial %d, attempt %d: %s", job.task.id, job.trial, job.attempt, reason)
         if job.attempt < ATTEMPTS:
-            self._again.append(replace(job, attempt=job.attempt + 1, first=states))
+            self._again.append(replace(job, attempt=job.attempt + 1, first=ending.states))
             return None
         return self._error(job, reason)
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..contract import Env, open_env
 from ..types import EpisodeRecord, Interface, Recorder, Request, Task, VlaEvalError
@@ -130,6 +130,13 @@ def order_from(data: Mapping[str, Any]) -> Order:
     return Order(**{**data, "task": task_from(data["task"]), "needs": interface_from(data["needs"])})
 
 
+class Ending(NamedTuple):
+    """What is left of a simulator's process."""
+
+    told: str  # how it ended by itself, and its last words
+    states: bytes  # of the episode that it played
+
+
 @dataclass(slots=True)
 class Worker:
     """The handle on a simulator's process."""
@@ -149,29 +156,19 @@ class Worker:
         """Let it go in peace, or end it."""
         with contextlib.suppress(WireError):
             self.connection.send({"kind": "close"}, 1.0)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        self.end()
+        self.end(seconds)
 
-    def end(self) -> str:
-        """End it at once; says how it went and its last words."""
-        if self.process.poll() is None:
-            self.process.kill()
-            killed = ""
-        else:
-            killed = _fate(self.process.returncode)
+    def end(self, patience: float = 0.0) -> Ending:
+        """End it, at once or when it has not ended itself for `patience` seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        fate = "" if self.process.returncode is None else _fate(self.process.returncode)
+        self.process.kill()
         self.process.wait()
         self.connection.close()
-        words = last_words(self.words)
-        self.words.close()
-        self.trace.close()
-        return ", ".join(part for part in (killed, words) if part)
-
-    def states(self) -> bytes:
-        """What the episode it plays has left in its trace."""
-        self.trace.seek(0)
-        found: bytes = self.trace.read()
-        return found
+        with self.trace as trace, self.words as words:
+            trace.seek(0)
+            return Ending(", ".join(part for part in (fate, last_words(words)) if part), trace.read())
 
 
 def spawn() -> Worker:
