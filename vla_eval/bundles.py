@@ -102,14 +102,14 @@ def obtain(
     folder: Path,
     checkpoint: str | None = None,
     digest: str | None = None,
-    agree: Callable[[str], bool],
+    agree: Callable[[Callable[[], str]], bool],
     say: Callable[[str], None],
 ) -> Path:
     """The bundle for that policy and suite: found in `folder`, or exported into it from a checkpoint, once.
 
     `digest` picks among several that fit. `checkpoint` is a folder or REPO[/FOLDER]; by default what the policy's owner has published.
-    What is not in the local Hugging Face cache is fetched only if `agree` says yes to a sentence with names and sizes. Raises BadRequest
-    with everything that is missing and the commands that would make it.
+    What is not in the local Hugging Face cache is fetched only if `agree` says yes; the question with names and sizes is made when it
+    asks for it. Raises BadRequest with everything that is missing and the commands that would make it.
     """
     found, broken = bundles(folder)
     for sentence in broken:
@@ -128,7 +128,7 @@ def obtain(
     if checkpoint is not None and _is_folder(checkpoint):
         here["checkpoint"] = Path(checkpoint)
     missing = [part for part in sources.parts if here[part.option] is None]
-    if missing and not agree(_offer(policy, suite, folder, missing)):
+    if missing and not agree(lambda: _offer(policy, suite, folder, missing)):
         raise BadRequest(_help(policy, suite, folder, missing))
     parts = {option: place for option, place in here.items() if place is not None} | {part.option: _fetch(part, say) for part in missing}
     made = _exported(policy, found, parts, sources.options, folder, base(suite), say)
@@ -221,7 +221,7 @@ def _fetch(part: Part, say: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    say(f"downloading {part}")
+    say(f"downloading {part}{_size_of(part)}")
     inside = f"{part.folder}/" if part.folder else ""
     try:
         place = Path(snapshot_download(part.repo, allow_patterns=[inside + pattern for pattern in part.files])) / part.folder

@@ -178,11 +178,11 @@ def _found(policy: str, suite: str, folder: Path | None, checkpoint: str | None,
     return obtain(policy, suite, folder=shelf(folder), checkpoint=checkpoint, digest=digest, agree=agree, say=_say)
 
 
-def _agreed(offer: str) -> bool:
+def _agreed(offer: Callable[[], str]) -> bool:
     """A yes on a terminal; nobody is asked in CI, in a pipe or behind --json."""
     if os.environ.get("CI") or not (sys.stdin and sys.stdin.isatty() and stderr.is_terminal):
         return False
-    stderr.print(Text(f"{offer} [y/N] "), end="")
+    stderr.print(Text(f"{offer()} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 

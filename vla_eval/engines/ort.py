@@ -31,6 +31,7 @@ class OrtEngine:
         component.file(f"{component.name}.onnx.data")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # its warnings speak of its own optimisers
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the simulators beside us want the cores
         self._session = onnxruntime.InferenceSession(
             str(component.file(f"{component.name}.onnx")), options, providers=["CPUExecutionProvider"]
         )

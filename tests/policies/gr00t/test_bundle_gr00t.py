@@ -20,7 +20,7 @@ from vla_eval.policies.gr00t.libero import load
 from vla_eval.policies.gr00t.runtime import Gr00tRuntime, Inputs
 from vla_eval.results.folder import open_run
 from vla_eval.testing import check_policy
-from vla_eval.types import BadRequest, ContractMismatch
+from vla_eval.types import BadRequest, ContractMismatch, Observation
 
 if TYPE_CHECKING:
     from vla_eval.envs.libero import LiberoEnv
@@ -202,7 +202,7 @@ def test_infer_refuses_what_only_an_unpickler_could_read(tiny: Tiny, tmp_path: P
 
 
 def test_episodes_of_the_toy_are_played_and_recorded(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [
+    words: list[str | Path] = [
         "run",
         "--task",
         "toy/0",
@@ -244,8 +244,9 @@ def test_the_real_simulator_can_be_asked_and_moved(tiny: Tiny, libero: Callable[
     env, policy = libero("libero_object", 0), load(tiny())
     observation, _ = env.reset(seed=1, options={"trial": 0})
     for chunk in range(2):
-        seen = {**observation, "images": env.look(list(policy.needs.cameras))}
-        (answer,) = policy.act([vla_eval.Request(seen, seed=chunk, task="t", trial=0, step=8 * chunk)])  # type: ignore[typeddict-item]
+        images = env.look(list(policy.needs.cameras))
+        seen: Observation = {"images": images, "state": observation["state"], "instruction": observation["instruction"]}
+        (answer,) = policy.act([vla_eval.Request(seen, seed=chunk, task="t", trial=0, step=8 * chunk)])
         assert answer.actions.shape == (16, 7)
         assert set(np.unique(answer.actions[:, 6])) <= {-1.0, 0.0, 1.0}
         before = observation["state"]["eef_pos"]
