@@ -263,9 +263,10 @@ def encode(group: Group, values: Vector, *, clip: bool) -> NDArray[np.float32]:
     if group.encoding == "sin_cos":
         return np.concatenate([np.sin(values), np.cos(values)], axis=-1, dtype=np.float32)
     first, span, moved = _numbers(group)
-    share = ((values - first) / span).astype(np.float32)  # rounded before doubling, as the reference does
+    with np.errstate(over="ignore"):  # a tiny deviation may carry a value beyond float32; the runtime refuses what is not finite
+        share = ((values - first) / span).astype(np.float32)  # rounded before doubling, as the reference does
     if group.encoding == "mean_std":
-        return np.where(moved, share, values)  # without a deviation the value passes through
+        return np.where(moved, share, values).astype(np.float32)  # without a deviation the value passes through
     scaled = np.where(moved, np.float32(2.0) * share - np.float32(1.0), np.float32(0.0))
     return scaled.clip(-1.0, 1.0) if clip else scaled
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -227,6 +227,7 @@ def test_bounds_round_trip_inside_and_clip_outside(pairs: list[tuple[float, floa
 
 
 @given(numbers, st.floats(0, 100, width=32), numbers)
+@example(1.0, 1e-42, 0.0)
 def test_mean_and_deviation_round_trip(mean: float, std: float, value: float) -> None:
     group = Group("g", 1, "mean_std", (mean,), (std,))
     encoded = processor.encode(group, np.array([value], np.float32), clip=True)
