@@ -14,11 +14,12 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence as AbcSequence
 from dataclasses import dataclass
-from io import TextIOWrapper
+from io import StringIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
 
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -199,7 +200,11 @@ def _loaded(name: str, bundle: Path | None, suite: str, options: Mapping[str, An
 
     opened = open_bundle(bundle)
     check_fits(opened, name, suite)
-    return registry.load_policy(name, bundle=bundle, **options), {"bundle": opened.digest}
+    policy = registry.load_policy(name, bundle=bundle, **options)
+    engines: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})  # component -> what runs it
+    backend = ", ".join(sorted({f"{about['backend']} {about['version']} on {about['device']}" for about in engines.values()})) or "unknown"
+    _say(f"{name} runs on {backend}")
+    return policy, {"bundle": opened.digest, "backend": backend, "engines": engines}
 
 
 def _tasks_of(folder: RunFolder) -> list[Task]:
@@ -368,6 +373,119 @@ def infer(bundle: Path, /, *, observation: Path, noise: Path | None = None, seed
     return Answer({"bundle": opened.digest, "arrays": {key: array.tolist() for key, array in arrays.items()}}, table)
 
 
+Passed = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
+
+
+@app.command(help_flags=[])
+def export(*words: Passed, model: str | None = None) -> Answer:
+    """Turn a checkpoint into a bundle: graphs, tables and the policy's contract. `--help --model NAME` shows the model's own options.
+
+    Args:
+        model: What the checkpoint is of; `vla-eval list` shows the models.
+    """
+    if model is None:
+        return _no_model("export", words, registry.RECIPES)
+    made = _call_with(registry.load_recipe(model), f"vla-eval export --model {model}", words)
+    if isinstance(made, str):
+        return Answer({"help": made}, Text(made))
+    data = {"bundle": str(made.path), "export_id": made.export_id, "digest": made.digest, "components": sorted(made.components)}
+    return Answer(data, Text(f"{made.path}: {', '.join(sorted(made.components))}, export {made.export_id}"))
+
+
+@app.command(help_flags=[])
+def synth(*words: Passed, model: str | None = None) -> Answer:
+    """Write a checkpoint of random numbers in a model's real layout. `--help --model NAME` shows the model's own options.
+
+    Args:
+        model: Whose layout; `vla-eval list` shows the models.
+    """
+    if model is None:
+        return _no_model("synth", words, registry.SYNTHS)
+    made = _call_with(registry.load_synth(model), f"vla-eval synth --model {model}", words)
+    if isinstance(made, str):
+        return Answer({"help": made}, Text(made))
+    return Answer({"checkpoint": str(made)}, Text(f"{made}: a checkpoint of random numbers; what it makes a robot do means nothing"))
+
+
+def _no_model(command: str, words: Sequence[str], group: str) -> Answer:
+    models = ", ".join(registry.names(group))
+    if not {"--help", "-h"} & set(words):
+        raise BadRequest(f"--model is missing; there are: {models}")
+    text = f"Usage: vla-eval {command} --model NAME [OPTIONS]\n\nModels: {models}. Add --help after --model NAME for its options."
+    return Answer({"help": text}, Text(text))
+
+
+def _call_with(function: Callable[..., Any], name: str, words: Sequence[str]) -> Any:
+    """Call a plug-in's function with a command line that its signature describes; with --help among the words, its help as text."""
+    inner = App(name=name, default_parameter=Parameter(negative=()), version_flags=[], suppress_keyboard_interrupt=False)
+    inner.default(function)
+    if {"--help", "-h"} & set(words):
+        console = Console(record=True, file=StringIO(), width=120)
+        inner.help_print(console=console)
+        return console.export_text()
+    kinds = get_type_hints(function).items()
+    many = {f"--{name.replace('_', '-')}" for name, kind in kinds if get_origin(kind) in (AbcSequence, tuple, list)}
+    return inner(list(_split_lists(words, many)), exit_on_error=False, print_error=False, result_action="return_value", help_on_error=False)
+
+
+def _split_lists(words: Sequence[str], many: Collection[str]) -> Iterator[str]:
+    """`--steps 4,8` is `--steps 4 --steps 8`."""
+    rest = iter(word for given in words for word in (given.split("=", 1) if given.partition("=")[0] in many else [given]))
+    for word in rest:
+        if word in many and (value := next(rest, None)) is not None:
+            for part in value.split(","):
+                yield from (word, part)
+        else:
+            yield word
+
+
+@app.command
+def verify(
+    bundle: Path, /, *, reference: Path | None = None, against: Path | None = None, dump: Path | None = None, backend: str = "auto"
+) -> Answer:
+    """Hold a bundle's components against other numbers on the same inputs, call by call; exit code 1 if a gate is missed.
+
+    Give one of the three options. A reference should come from another program or an earlier run: a bundle always agrees with itself.
+
+    Args:
+        bundle: A bundle.
+        reference: A .npz with the inputs and outputs of components, keys like action/2/out/velocity.
+        against: Another bundle, run on the inputs that this one carries.
+        dump: Write what this bundle computes from those inputs, as a later --reference.
+        backend: What runs the components.
+    """
+    from .arrays import read_npz, write_npz
+    from .engines import verify as verifying
+    from .engines.bundle import open_bundle
+
+    if sum(given is not None for given in (reference, against, dump)) != 1:
+        raise BadRequest("give one of --reference, --against and --dump")
+    opened = open_bundle(bundle)
+    if reference is not None:
+        verdict = verifying.compare(opened, read_npz(reference), backend=backend)
+    else:
+        other = open_bundle(against) if against is not None else opened
+        inputs = read_npz(opened.path / verifying.SELFTEST)
+        shared = {key: array for key, array in inputs.items() if key.partition("/")[0] in {*opened.components} & {*other.components}}
+        found = verifying.trace(other, shared, backend=backend)
+        if dump is not None:
+            write_npz(dump, found)
+            return Answer({"dump": str(dump), "arrays": len(found), "bundle": opened.digest}, Text(f"{dump}: {len(found)} arrays"))
+        verdict = verifying.compare(opened, found, precision=str(other.options["dtype"]), backend=backend)
+    table = Table("component", "call", "output", "cosine", "max abs", "relative", "scale", "worst at", "")
+    for row in verdict.rows:
+        sign = "pass" if row.passed else "FAIL (stale)" if row.stale else "FAIL"
+        numbers = (f"{row.cosine:.9f}", f"{row.max_abs:.3g}", f"{row.relative:.3g}", f"{row.scale:.6f}")
+        table.add_row(row.component, str(row.call), row.output, *numbers, ", ".join(map(str, row.worst)), sign)
+    gate = verdict.gate
+    lines = f"{'passed' if verdict.passed else 'FAILED'}: cosine at least {gate.cosine}, largest difference at most {gate.relative} of the "
+    lines += f"reference's largest number, scale within {gate.scale} of 1"
+    if verdict.not_compared:
+        lines += f"; not compared: {', '.join(verdict.not_compared)}"
+    data = {"bundle": opened.digest, "reference": str(reference or against), **verdict.data()}
+    return Answer(data, Group(table, Text(lines)), DONE if verdict.passed else INCOMPLETE)
+
+
 @app.command(name="bundles")
 def bundles_(folder: Path | None = None, /) -> Answer:
     """Show the bundles that `run` can find, with the suites they serve, precision, route, digest and size.
@@ -412,11 +530,13 @@ def report(run: Path, /) -> Answer:
 
 @app.command
 def check(path: Path, /) -> Answer:
-    """Show what is in a run folder and whether it holds; exit code 1 if something does not.
+    """Show what is in a run folder or a bundle and whether it holds; exit code 1 if something does not.
 
     Args:
-        path: A run folder.
+        path: A run folder, or a bundle.
     """
+    if any(path.glob("*/config.json")):
+        return _check_bundle(path)
     from .results.check import findings
     from .results.folder import open_run
 
@@ -429,6 +549,24 @@ def check(path: Path, /) -> Answer:
         *(f"- {line}" for line in found or ["it holds"]),
     ]
     data = {"run": manifest.run_id, "folder": str(path), "episodes": counts.total(), "planned": len(manifest.ledger), "findings": found}
+    return Answer(data, Text("\n".join(lines)), INCOMPLETE if found else DONE)
+
+
+def _check_bundle(path: Path) -> Answer:
+    from .engines.bundle import findings, open_bundle, uncovered
+
+    bundle = open_bundle(path)
+    found, loose = findings(bundle), uncovered(bundle)
+    lines = [
+        f"{path}: {bundle.model}, {bundle.options['dtype']}, {bundle.frontend}, export {bundle.export_id}, digest {bundle.digest[:12]}",
+        *(f"- {name}: {len(component.config['artifacts'])} artifacts" for name, component in bundle.components.items()),
+        *(f"- {name} {digest[:12]} (no identity covers it)" for name, digest in loose.items()),
+        *(f"- {line}" for line in found or ["it holds"]),
+    ]
+    data = {
+        "bundle": str(path), "model": bundle.model, "export_id": bundle.export_id, "digest": bundle.digest, "frontend": bundle.frontend,
+        "options": bundle.options, "components": sorted(bundle.components), "not_covered": loose, "findings": found,
+    }  # fmt: skip
     return Answer(data, Text("\n".join(lines)), INCOMPLETE if found else DONE)
 
 

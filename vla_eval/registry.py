@@ -13,6 +13,7 @@ from .types import BadRequest, Policy, Task, VlaEvalError
 
 POLICIES, RECIPES, TASKS = "vla_eval.policies", "vla_eval.recipes", "vla_eval.tasks"
 PUBLISHED = "vla_eval.published"
+SYNTHS = "vla_eval.synths"
 
 
 def load_policy(name: str, bundle: Any = None, **options: Any) -> Policy:
@@ -27,6 +28,12 @@ def load_recipe(name: str) -> Callable[..., Any]:
     """The function `recipe(checkpoint, out, **options)` that turns a checkpoint of that model into a bundle."""
     recipe: Callable[..., Any] = _load(RECIPES, name)
     return recipe
+
+
+def load_synth(name: str) -> Callable[..., Any]:
+    """The function `synth(out, **options)` that writes a checkpoint of that model's layout, of random numbers."""
+    synth: Callable[..., Any] = _load(SYNTHS, name)
+    return synth
 
 
 def load_published(name: str) -> Callable[[str], Any] | None:
@@ -126,7 +133,7 @@ def _all_tasks(suite: str) -> Sequence[Task]:
 
 
 def _load(group: str, name: str) -> Any:
-    kind = {POLICIES: "policy", RECIPES: "model", TASKS: "suite", PUBLISHED: "model"}[group]
+    kind = {POLICIES: "policy", RECIPES: "model", TASKS: "suite", PUBLISHED: "model", SYNTHS: "model"}[group]
     points = [point for point in entry_points(group=group) if point.name == name]
     if not points:
         raise BadRequest(unknown(kind, name, names(group)))

@@ -51,7 +51,7 @@ def recipe(
     batch: int = 1,
     steps: Sequence[int] = (4,),
     max_text: int = 64,
-    components: Sequence[str] = (),
+    components: Sequence[str] = COMPONENTS,
     geometry: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Bundle:
@@ -65,7 +65,7 @@ def recipe(
         batch: Robots that the engines answer together, fixed for a run.
         steps: Denoise steps to make constant tables for, such as 4,8.
         max_text: The longest instruction, in tokens.
-        components: Only some of visual, vl_backbone, action. [default: all]
+        components: Only some of them, such as visual,action.
         geometry: A JSON file that declares another backbone than the released one.
         tokenizer: The backbone's tokenizer folder, if the checkpoint has none.
     """
@@ -93,7 +93,7 @@ def recipe(
     }  # fmt: skip
     sizes = _sizes(contract, tokens, batch, rows * columns, max_text)
     with staged(out, Identity("gr00t", "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
-        for component in components or COMPONENTS:
+        for component in (name for name in COMPONENTS if name in components):
             _log.info("exporting %s", component)
             drawn = _draw(stage.file(component, f"{component}.onnx"), dtype, component, stored, a, slot, sizes)
             extra: dict[str, Any] = {}
@@ -108,7 +108,7 @@ def recipe(
                     ):
                         _write(stage, component, name, dtype, numbers.shape, [numbers], suffix=f".{n}")
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
-        if not components:
+        if set(components) == set(COMPONENTS):
             stored.check_all_read(not_needed(stored, a))
         stage.copy(folder, "tokenizer")
         write_npz(stage.shared(SELFTEST), _selftest(a, contract, tokens, table, stored.weights, batch, (rows, columns), min(steps)))
@@ -192,7 +192,10 @@ def _check_options(dtype: str, batch: int, steps: Sequence[int], max_text: int, 
         (batch < 1, f"--batch {batch}: engines answer at least one robot"),
         (not steps or min(steps, default=0) < 1, f"--steps {','.join(map(str, steps))}: give counts of at least one step"),
         (max_text < 1, f"--max-text {max_text}: an instruction has at least one token"),
-        (bool(set(components) - set(COMPONENTS)), f"--components {','.join(components)}: there are {', '.join(COMPONENTS)}"),
+        (
+            not components or not set(components) <= set(COMPONENTS),
+            f"--components {','.join(components)}: there are {', '.join(COMPONENTS)}",
+        ),
     ):
         if wrong:
             raise BadRequest(what)

@@ -166,6 +166,12 @@ def findings(bundle: Bundle) -> list[str]:
     return found
 
 
+def uncovered(bundle: Bundle) -> dict[str, str]:
+    """Files that no identity covers, such as the tokenizer and statistics staged after the export: name -> SHA-256."""
+    files = (file for folder in SHARED for file in sorted((bundle.path / folder).rglob("*")) if file.is_file())
+    return {str(file.relative_to(bundle.path)): _sha256(file) for file in files}
+
+
 def impostor(path: Path) -> str | None:
     """What a file is that claims to be an engine, a graph or a table and is not: said of the kinds that are met in practice."""
     with path.open("rb") as file:

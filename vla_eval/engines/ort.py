@@ -36,6 +36,7 @@ class OrtEngine:
             str(component.file(f"{component.name}.onnx")), options, providers=["CPUExecutionProvider"]
         )
         self.inputs, self.outputs = component.inputs, component.outputs
+        self.about = {"backend": "onnxruntime", "version": onnxruntime.__version__, "device": "cpu", "dtype": component.dtype}
         self._check(self._session.get_inputs(), self.inputs)
         self._check(self._session.get_outputs(), self.outputs)
 

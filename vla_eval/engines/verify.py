@@ -22,16 +22,17 @@ Flat = Mapping[str, Vector]  # "action/2/in/state": component, call, side, tenso
 
 
 class Gate(NamedTuple):
-    """How far an output may be from the reference's. The second number is what sees a scale: a cosine does not."""
+    """How far an output may be from the reference's. A cosine does not see a scale; the other two do."""
 
     cosine: float  # at least
     relative: float  # largest difference, at most, in parts of the reference's largest number
+    scale: float  # distance from 1, at most, of the factor that fits the output to the reference best
 
 
 GATES: dict[str, Gate] = {  # by the less precise of the two
-    "fp32": Gate(0.999999, 2e-5),  # seven times float32's own rounding through the deepest component
-    "fp16": Gate(0.9999, 1e-2),
-    "bf16": Gate(0.999, 4e-2),
+    "fp32": Gate(0.999999, 2e-5, 1e-5),  # seven times float32's own rounding through the deepest component
+    "fp16": Gate(0.9999, 1e-2, 2e-3),
+    "bf16": Gate(0.999, 4e-2, 1e-2),
 }
 
 
@@ -45,6 +46,7 @@ class Row:
     cosine: float
     max_abs: float
     relative: float
+    scale: float  # 1 where it should be
     worst: tuple[int, ...]  # where the largest difference is; the last number is the dimension
     stale: bool  # the same bits as in an earlier call, where the reference's differ
     passed: bool
@@ -125,10 +127,12 @@ def _judge(component: str, call: int, output: str, found: Vector, wanted: Vector
     lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
     cosine = float(a.ravel() @ b.ravel()) / lengths if lengths else float(not a.any() and not b.any())
     relative = largest / most if most else (0.0 if largest == 0 else math.inf)
+    square = float(b.ravel() @ b.ravel())
+    scale = float(a.ravel() @ b.ravel()) / square if square else 1.0
     if not np.isfinite(a).all():  # NaN compares false with everything: say it is as far off as can be
-        cosine, largest, relative = 0.0, 1e308, 1e308
-    passed = cosine >= gate.cosine and relative <= gate.relative and not stale
-    return Row(component, call, output, cosine, largest, min(relative, 1e308), worst, stale, passed)
+        cosine, largest, relative, scale = 0.0, 1e308, 1e308, 0.0
+    passed = cosine >= gate.cosine and relative <= gate.relative and abs(scale - 1) <= gate.scale and not stale
+    return Row(component, call, output, cosine, largest, min(relative, 1e308), scale, worst, stale, passed)
 
 
 def _calls(flat: Flat) -> dict[str, list[dict[str, dict[str, Vector]]]]:
