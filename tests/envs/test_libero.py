@@ -31,6 +31,7 @@ HOLD = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
 
 class Episode(NamedTuple):
     states: list[Vector]  # one more than actions
+    hidden: list[Vector]  # what else the next step depends on, or a picture: at the start
     actions: list[Vector]
     looked: list[int]
     drawn: list[str]
@@ -41,7 +42,7 @@ def play(env: LiberoEnv, seed: int = SEED, trial: int = TRIAL, steps: int = STEP
     """Wild but repeatable actions; both cameras every eighth step, as a policy would."""
     _, info = env.reset(seed=seed, options={"trial": trial})
     rng = np.random.default_rng(trial)
-    episode = Episode([env.snapshot()], [], [], [], info["fixtures"])
+    episode = Episode([env.snapshot()], hidden(env), [], [], [], info["fixtures"])
     for step in range(steps + 1):
         if look and step % REPLAN == 0:
             episode.looked.append(step)
@@ -51,6 +52,18 @@ def play(env: LiberoEnv, seed: int = SEED, trial: int = TRIAL, steps: int = STEP
             env.step(episode.actions[-1])
             episode.states.append(env.snapshot())
     return episode
+
+
+def hidden(env: LiberoEnv) -> list[Vector]:
+    """The solver's warm start, controls and applied forces; poses and colours of the model; the controller's goals."""
+    import mujoco
+
+    kind = mujoco.mjtState.mjSTATE_INTEGRATION
+    state = np.empty(mujoco.mj_stateSize(env._model, kind))
+    mujoco.mj_getState(env._model, env._data, state, kind)
+    controller = env._problem.robots[0].controller
+    model = [env._model.body_pos, env._model.body_quat, env._model.site_rgba, env._model.geom_rgba]
+    return [np.concatenate([array.ravel() for array in (state, *model, controller.goal_pos, controller.goal_ori)])]
 
 
 def digest(pictures: dict[str, Image]) -> str:
@@ -75,6 +88,7 @@ def test_an_episode_is_the_same_whatever_this_process_did_before(libero: Compile
     random.seed(1)
     again = play(env)
     assert same(first.states, again.states)
+    assert same(first.hidden, again.hidden)
     assert not same(first.states, play(env, trial=TRIAL + 1).states)
 
 
@@ -159,17 +173,32 @@ def test_a_restored_state_is_for_looking_and_cannot_be_stepped(libero: Compiled)
 
 
 def test_trial_k_starts_in_row_k_after_a_reset_under_its_seed_and_then_settles(libero: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    env, calls = libero(*SOUP), []
+    env, rows = libero(*SOUP), libero(*SOUP)._rows
+    assert rows is not None
+    calls: list[tuple[str, object]] = []
     problem, sim = env._problem, env._problem.sim
     reset, step, put = problem.reset, problem.step, sim.set_state_from_flattened
-    monkeypatch.setattr(problem, "reset", lambda: (calls.append(("reset", np.random.random())), reset()))  # noqa: NPY002
-    monkeypatch.setattr(sim, "set_state_from_flattened", lambda row: (calls.append(("row", row.tobytes())), put(row)))
-    monkeypatch.setattr(problem, "step", lambda action: (calls.append(("settle", action.tolist())), step(action))[1])
+
+    def watched_reset() -> object:
+        calls.append(("reset", np.random.random()))  # noqa: NPY002 - the seed it finds
+        return reset()
+
+    def watched_put(row: Vector) -> None:
+        calls.append(("row", row.tobytes()))
+        put(row)
+
+    def watched_step(action: Vector) -> object:
+        calls.append(("settle", action.tolist()))
+        return step(action)
+
+    monkeypatch.setattr(problem, "reset", watched_reset)
+    monkeypatch.setattr(sim, "set_state_from_flattened", watched_put)
+    monkeypatch.setattr(problem, "step", watched_step)
     for trial in range(3):
         calls.clear()
         env.reset(seed=trial, options={"trial": trial})
         first = np.random.RandomState(trial).random_sample()
-        assert calls == [("reset", first), ("row", env._rows[trial].tobytes()), *[("settle", HOLD.tolist())] * 10]
+        assert calls == [("reset", first), ("row", rows[trial].tobytes()), *[("settle", HOLD.tolist())] * 10]
 
 
 def test_a_reset_gives_the_global_generator_back(libero: Compiled) -> None:
@@ -243,8 +272,9 @@ def gap(env: LiberoEnv) -> float:
 
 
 def test_plus_closes_minus_opens_and_the_ten_settling_steps_open_first(libero: Compiled) -> None:
-    env = libero(*SOUP)
-    fingers = [env._rows[0][1 + k] for k in env._problem.robots[0]._ref_gripper_joint_pos_indexes]
+    env, rows = libero(*SOUP), libero(*SOUP)._rows
+    assert rows is not None
+    fingers = [rows[0][1 + k] for k in env._problem.robots[0]._ref_gripper_joint_pos_indexes]
     assert 100 * (fingers[0] - fingers[1]) == pytest.approx(4.2, abs=0.05)
     env.reset(seed=0)
     assert gap(env) == pytest.approx(7.74, abs=0.02)
