@@ -33,7 +33,7 @@ ROUNDS = 300
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     arguments.add_argument("--tokenizer", type=Path, default=TINY / "checkpoint/tokenizer")
-    arguments.add_argument("--out", type=Path, default=None)
+    arguments.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "docs/gr00t_host.json")
     asked = arguments.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -96,8 +96,7 @@ def main() -> None:
         },
     }
     print(json.dumps(result, indent=1))
-    if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    asked.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def plain_patches(view: Any) -> Any:

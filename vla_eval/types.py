@@ -131,7 +131,10 @@ class Interface:
 
 
 class Policy(Protocol):
-    """A pure function of its requests. What it wants to remember it returns, and gets back with the next request."""
+    """A pure function of its requests. What it wants to remember it returns, and gets back with the next request.
+
+    One with engines may also offer `engines`, component -> what runs it, for manifests, and `infer`, which `vla-eval infer` calls.
+    """
 
     @property
     def name(self) -> str: ...

@@ -46,6 +46,11 @@ class Gr00tLibero:
             raise ContractMismatch(self._why_not)
         return self._needs
 
+    @property
+    def engines(self) -> Mapping[str, Mapping[str, str]]:
+        """What runs each component, for manifests."""
+        return self.model.runtime.about
+
     def act(self, batch: Sequence[Request]) -> list[ActionChunk]:
         """[16, 7] environment actions for each request. The noise is the request's seed's, so batch mates change nothing."""
         contract = self.model.contract

@@ -64,6 +64,7 @@ class Gr00tRuntime:
         self._time_bias = action.tensors(f"action_time_bias.{self.steps}.safetensors")["action_time_bias"]
         (self._embedding,) = bundle.component("vl_backbone").tensors("embed_tokens.safetensors").values()
         self._engines = {name: load_engine(bundle.component(name), backend) for name in COMPONENTS} if engines is None else dict(engines)
+        self.about = {name: dict(engine.about) for name, engine in self._engines.items()}
         self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self._engines.items()}
         embeds = self._spec("vl_backbone", "inputs_embeds")
         self.hidden = _most(embeds.shape[2])
@@ -97,8 +98,8 @@ class Gr00tRuntime:
             chunks = self._denoise(rows, context)
         if not np.isfinite(chunks).all():
             raise VlaEvalError(
-                f"the network gave NaN or infinity after {self.steps} denoise steps; "
-                "compare the bundle with `vla-eval verify`, and export it in fp32 or bf16 if it is fp16"
+                f"component {_first_broken(features, context)!r} gave NaN or infinity; compare the bundle with `vla-eval verify`, "
+                "and export it in fp32 or bf16 if it is fp16"
             )
         return chunks, watch.seconds
 
@@ -196,6 +197,13 @@ class Gr00tRuntime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
+
+
+def _first_broken(features: Sequence[Vector], context: Mapping[str, Tensor]) -> str:
+    """The component whose output stopped being numbers first."""
+    if not all(np.isfinite(feature).all() for feature in features):
+        return "visual"
+    return "action" if all(np.isfinite(to_host(tensor)).all() for tensor in context.values()) else "vl_backbone"
 
 
 def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:

@@ -223,6 +223,13 @@ def test_episodes_of_the_toy_are_played_and_recorded(tiny: Tiny, tmp_path: Path,
     told = json.loads(out)
     folder = open_run(Path(told["folder"]))
     assert folder.manifest.bundle == vla_eval_digest(tiny())
+    assert folder.manifest.backend.startswith("onnxruntime ")
+    assert "gr00t runs on onnxruntime" in err
+    assert {name: about["dtype"] for name, about in folder.manifest.engines.items()} == {
+        "visual": "fp32",
+        "vl_backbone": "fp32",
+        "action": "fp32",
+    }
     (record,) = folder.records()
     assert record.outcome == "failure"
     assert record.steps == 40

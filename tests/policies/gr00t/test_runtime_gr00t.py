@@ -32,7 +32,7 @@ class Recorded:
     """An engine made of a function."""
 
     def __init__(self, inputs: Sequence[TensorSpec], function: Callable[[Arrays], Mapping[str, Tensor]]) -> None:
-        self.inputs, self.outputs, self._function = inputs, (), function
+        self.inputs, self.outputs, self.about, self._function = inputs, (), {"backend": "recorded"}, function
         self.calls: list[Arrays] = []
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
@@ -269,10 +269,12 @@ def test_an_observation_that_cannot_be_answered_is_refused_before_an_engine_runs
     assert not any(part.calls for part in parts.values())
 
 
-def test_a_network_that_gives_nan_is_an_error() -> None:
+@pytest.mark.parametrize("broken", ["visual", "vl_backbone", "action"])
+def test_a_network_that_gives_nan_is_an_error_of_the_component_where_it_began(broken: str) -> None:
     parts = sums(1)
-    parts["action"]._function = lambda given: {"velocity": given["noise_trajectory"] * np.float32("nan")}
-    with pytest.raises(VlaEvalError, match="gave NaN or infinity after 4 denoise steps"):
+    healthy = parts[broken]._function
+    parts[broken]._function = lambda given: {name: np.asarray(array) * np.float32("inf") for name, array in healthy(given).items()}
+    with np.errstate(all="ignore"), pytest.raises(VlaEvalError, match=f"component '{broken}' gave NaN or infinity"):
         Gr00tRuntime(bundle(), engines=parts)([a_row(1)])
 
 
