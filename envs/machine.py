@@ -118,7 +118,11 @@ def gl_context(choice: Choice, width: int, height: int) -> Any:
                 from mujoco.egl import GLContext
             else:
                 from mujoco.osmesa import GLContext
-            context = GLContext(width, height)
+
+            class Context(GLContext):  # type: ignore[misc]
+                _context = None  # MuJoCo's destructor wants it even where the constructor failed
+
+            context = Context(width, height)
         except (ImportError, RuntimeError, AttributeError, TypeError) as error:  # what PyOpenGL makes of a library or driver it cannot use
             raise VlaEvalError(
                 f"{_told(choice)} makes no context here ({error}); install {_PACKAGES[choice.renderer]} (apt) "
@@ -175,6 +179,11 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")  # of packages that we pin
             _set_up_robosuite()
             yield
+    except ImportError as error:
+        raise VlaEvalError(
+            f"LIBERO's packages cannot be imported: {' '.join(str(error).split())}. A missing system library comes with "
+            "apt install libgl1 libglib2.0-0 libxcb1; for anything else vla-eval doctor says more"
+        ) from error
     finally:
         for line in printed.getvalue().splitlines():
             _log.debug("simulator: %s", line)
