@@ -13,9 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 import vla_eval
-from vla_eval import cli
+from vla_eval import cli, images
 from vla_eval.arrays import read_npz, write_npz
+from vla_eval.policies import flow
 from vla_eval.policies.flow import draw_noise
+from vla_eval.policies.gr00t import processor
 from vla_eval.policies.gr00t.libero import load
 from vla_eval.policies.gr00t.runtime import Gr00tRuntime, Inputs
 from vla_eval.results.folder import open_run
@@ -58,6 +60,67 @@ def test_the_chunk_and_the_actions_are_the_references(tiny: Tiny, tag: str) -> N
     assert set(answer) == set(ROUNDING[tag])
     for key, rounding in ROUNDING[tag].items():
         np.testing.assert_allclose(answer[key], arrays[key], rtol=0, atol=10 * rounding * np.abs(arrays[key]).max(), err_msg=key)
+
+
+def swapped_halves(table: NDArray[Any]) -> NDArray[Any]:
+    return np.concatenate(np.split(table, 2, axis=-1)[::-1], axis=-1)
+
+
+def in_blocks(layout: processor.Layout, ids: NDArray[Any], grid: tuple[int, int]) -> NDArray[Any]:
+    """The rotary table with its three axes one after another instead of in turn."""
+    half = layout.text_head_dim // 2
+    axis = np.repeat([0, 1, 2], layout.mrope_section)
+    frequency = layout.text_theta ** -(np.arange(half) / half)
+    angle = processor.positions(ids, layout.image_token, grid)[axis].T * frequency
+    return np.concatenate([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+
+
+def on_positions(change: Callable[[NDArray[Any]], NDArray[Any]]) -> Callable[..., NDArray[Any]]:
+    return lambda layout, ids, grid: processor.text_rotary(layout, change(processor.positions(ids, layout.image_token, grid)))
+
+
+def on_tables(**changes: Callable[[NDArray[Any]], NDArray[Any]]) -> Callable[..., processor.VisionTables]:
+    def wrong(layout: processor.Layout, views: int, grid: tuple[int, int]) -> processor.VisionTables:
+        tables = processor.vision_tables(layout, views, grid)
+        return replace(tables, **{name: change(getattr(tables, name)) for name, change in changes.items()})
+
+    return wrong
+
+
+def raster(table: NDArray[Any]) -> NDArray[Any]:
+    """Columns of a [4, P] table in raster order instead of merge-block order."""
+    order = np.arange(256).reshape(8, 2, 8, 2).transpose(0, 2, 1, 3).ravel()  # merge-block place -> raster place
+    undone = np.argsort(order)
+    return np.concatenate([view[:, undone] for view in np.split(table, table.shape[1] // 256, axis=1)], axis=1)
+
+
+WRONG_HOST: dict[str, tuple[str, str, Any]] = {
+    "vision rotary: rows and columns swapped": ("runtime", "vision_tables", on_tables(rotary=swapped_halves)),
+    "position table: nearest instead of bilinear": (
+        "runtime",
+        "vision_tables",
+        on_tables(position_weight=lambda w: (w == w.max(0)).astype(w.dtype)),
+    ),
+    "positions in raster order": ("runtime", "vision_tables", on_tables(position_index=raster, position_weight=raster)),
+    "attention across pictures": ("runtime", "vision_tables", on_tables(cu_seqlens=lambda ends: ends[[0, 2, 2]])),
+    "three text axes in blocks": ("runtime", "prompt_rotary", in_blocks),
+    "rows and columns of text positions swapped": ("runtime", "prompt_rotary", on_positions(lambda p: p[[0, 2, 1]])),
+    "plain counting instead of three axes": ("runtime", "prompt_rotary", on_positions(lambda p: np.tile(np.arange(p.shape[1]), (3, 1)))),
+    "second resize bilinear": ("processor", "stretch_area", lambda picture, h, w: images.stretch_antialiased(picture, h, w)),
+    "state not normalised": ("policy", "encode_state", lambda contract, state: np.pad(np.concatenate([*state.values()]), (0, 124))[None]),
+    "velocity subtracted": ("runtime", "integrate", lambda velocity, start, steps, dt: flow.integrate(velocity, start, steps, -dt)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_HOST)
+def test_a_wrong_host_is_far_from_the_reference(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Each deliberate error moves the chunk at least a hundred times further than a right one may be away."""
+    where, name, wrong = WRONG_HOST[case]
+    monkeypatch.setattr(f"vla_eval.policies.gr00t.{where}.{name}", wrong)
+    arrays, observation = reference("libero_sim")
+    chunk = load(tiny()).infer(observation, noise=arrays["noise"])["chunk_normalized"]
+    off = np.abs(chunk - arrays["chunk_normalized"]).max() / np.abs(arrays["chunk_normalized"]).max()
+    assert off > 100 * 10 * ROUNDING["libero_sim"]["chunk_normalized"], off
 
 
 def rows(bundle: Path, count: int, words: int = 5) -> tuple[Gr00tRuntime, list[Inputs]]:

@@ -238,6 +238,38 @@ def test_a_chat_template_in_a_file_of_its_own_is_found(checkpoint: Path, name: s
     assert from_checkpoint(checkpoint)["prompt"] == wanted
 
 
+def test_a_template_with_counters_and_conditions_renders_as_the_plain_one(checkpoint: Path) -> None:
+    """As released templates are written: namespaces, tests of type and key, blocks that trim."""
+    wanted = from_checkpoint(checkpoint)["prompt"]
+    template = """{%- if tools %}{{- raise_exception("no tools here") }}{%- endif %}
+{%- set seen = namespace(pictures=0) %}
+{%- for message in messages %}
+    {%- if message.role == "user" or message.role == "system" %}
+        {{- "<|im_start|>" + message.role + "\n" }}
+        {%- if message.content is string %}
+            {{- message.content }}
+        {%- else %}
+            {%- for part in message.content %}
+                {%- if part.type == "image" or "image" in part %}
+                    {%- set seen.pictures = seen.pictures + 1 %}
+                    {%- if add_vision_id %}Picture {{ seen.pictures }}: {% endif -%}
+                    <|vision_start|><|image_pad|><|vision_end|>
+                {%- elif "text" in part %}
+                    {{- part.text }}
+                {%- endif %}
+            {%- endfor %}
+        {%- endif %}
+        {{- "<|im_end|>\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- "<|im_start|>assistant\n" }}
+{%- endif %}
+"""
+    edit(checkpoint / "tokenizer/tokenizer_config.json", lambda c: c.update(chat_template=template))
+    assert from_checkpoint(checkpoint)["prompt"] == wanted
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -59,6 +59,21 @@ def test_pictures_arrive_as_the_checkpoint_was_trained() -> None:
         np.testing.assert_array_equal(robot[f"video.{camera}"][0, 0], SHAPE["raw"][::-1, ::-1])  # the renderer's, turned by 180°
 
 
+def test_a_picture_keeps_its_orientation_up_to_the_vision_engine() -> None:
+    """From the renderer's rows to the patches: of all eight turns and mirrors only the trained one arrives."""
+    played, runtime = policy()
+    played.act([Request(seen(SHAPE["upright"]), seed=1, task="t", trial=0, step=0)])
+    blocks = runtime.rows[0].patches[:256].reshape(8, 8, 2, 2, 3, 2, 16, 16)[:, :, :, :, :, 0]  # row, column, in block, channel, y, x
+    arrived = blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(256, 256, 3)
+    distance = {}
+    for turns in range(4):
+        for flipped in (False, True):
+            other = np.rot90(SHAPE["policy"][:, ::-1] if flipped else SHAPE["policy"], turns)
+            distance[turns, flipped] = np.abs(arrived - (other.astype(np.float32) / 127.5 - 1)).mean()
+    assert min(distance, key=lambda key: distance[key]) == (0, False)
+    assert sorted(distance.values())[1] > 2 * distance[0, False]  # the 5 % crop moves edges a little
+
+
 def test_cameras_are_not_exchanged() -> None:
     observation = seen()
     observation["images"]["robot0_eye_in_hand"] = np.full((256, 256, 3), 9, np.uint8)
