@@ -381,6 +381,7 @@ def export(*words: Passed, model: str | None = None) -> Answer:
     """Turn a checkpoint into a bundle: graphs, tables and the policy's contract. `--help --model NAME` shows the model's own options.
 
     Args:
+        words: The model's own options, such as --checkpoint DIR --out DIR.
         model: What the checkpoint is of; `vla-eval list` shows the models.
     """
     if model is None:
@@ -397,6 +398,7 @@ def synth(*words: Passed, model: str | None = None) -> Answer:
     """Write a checkpoint of random numbers in a model's real layout. `--help --model NAME` shows the model's own options.
 
     Args:
+        words: The model's own options, such as --out DIR.
         model: Whose layout; `vla-eval list` shows the models.
     """
     if model is None:
@@ -587,8 +589,9 @@ def dataset_write(
     append: Flag = False,
     fps: float | None = None,
     robot: str = "panda",
+    format_: Annotated[Literal["v2.1", "v3.0"], Parameter(name="--format")] = "v2.1",
 ) -> Answer:
-    """Write the episodes of run folders as a LeRobot v2.1 dataset, with a video a camera drawn from their recorded states.
+    """Write the episodes of run folders as a LeRobot dataset, with a video a camera drawn from their recorded states.
 
     Args:
         runs: Run folders; their episodes follow one another. Episodes that ended in an error are left out.
@@ -600,6 +603,7 @@ def dataset_write(
         append: Add the episodes to a dataset that was written before.
         fps: Control steps a second, for runs that do not say it; another rate than the run's is refused.
         robot: What info.json calls the robot.
+        format_: The layout: v2.1 is what GR00T N1.7 reads, v3.0 what current LeRobot reads.
     """
     from .results.folder import Episode, open_run
     from .results.lerobot import Draw, write
@@ -617,7 +621,7 @@ def dataset_write(
     with _meter() as progress:
         done = write(
             [open_run(run) for run in runs], out, convention=convention, only=only, size=size, studio=None if no_video else studio,
-            fps=fps, robot=robot, append=append, progress=progress,
+            fps=fps, robot=robot, append=append, version=format_, progress=progress,
         )  # fmt: skip
     left = "".join(f"; {count} left out ({why})" for why, count in done.left_out.items())
     told = f"{out}: {done.episodes} episodes, {done.frames} rows written{left}; it holds {done.total_episodes} and {done.total_frames} now"

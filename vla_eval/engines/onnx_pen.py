@@ -27,7 +27,7 @@ _TYPES: dict[DType, int] = {
 
 
 class OnnxPen:
-    """Draws one graph into `path` and `path` + ".data"; leaving the `with` block writes the protobuf and checks it."""
+    """Draws one graph into `path`, and `path` + ".data" if it has large weights; leaving the `with` block writes and checks it."""
 
     def __init__(self, path: Path, dtype: DType) -> None:
         self.dtype, self.path, self.data = dtype, path, path.with_name(path.name + ".data")
@@ -44,6 +44,8 @@ class OnnxPen:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
+        if not self.data.stat().st_size:
+            self.data.unlink()
         if error is None:
             self._save()
 

@@ -28,7 +28,8 @@ class OrtEngine:
         import onnxruntime
 
         self.where = f"{component.folder}"
-        component.file(f"{component.name}.onnx.data")
+        if (data := f"{component.name}.onnx.data") in component.config["artifacts"]:
+            component.file(data)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # its warnings speak of its own optimisers
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the simulators beside us want the cores

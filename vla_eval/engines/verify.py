@@ -15,6 +15,7 @@ from .bundle import Bundle
 from .engine import load_engine, to_host
 from .graph import NUMPY
 
+_FAR = 1e308  # JSON has no infinity
 SELFTEST = "selftest.npz"  # in every bundle: inputs of its components, written by the recipe
 _KEY = re.compile(r"(?P<component>\w+)/(?P<call>\d+)/(?P<side>in|out)/(?P<name>\w+)")
 
@@ -121,18 +122,20 @@ def compare(bundle: Bundle, reference: Flat, *, precision: str | None = None, ba
 
 def _judge(component: str, call: int, output: str, found: Vector, wanted: Vector, gate: Gate, stale: bool) -> Row:
     a, b = found.astype(np.float64), wanted.astype(np.float64)
+    bad = ~np.isfinite(a)
+    if bad.any():  # NaN compares false with everything: say that it is as far off as can be
+        worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
+        return Row(component, call, output, 0.0, _FAR, _FAR, 0.0, worst, stale, passed=False)
     difference = np.abs(a - b)
     worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(difference)), difference.shape))
     largest, most = float(difference[worst]), float(np.abs(b).max())
-    lengths = float(np.linalg.norm(a) * np.linalg.norm(b))
-    cosine = float(a.ravel() @ b.ravel()) / lengths if lengths else float(not a.any() and not b.any())
-    relative = largest / most if most else (0.0 if largest == 0 else math.inf)
-    square = float(b.ravel() @ b.ravel())
-    scale = float(a.ravel() @ b.ravel()) / square if square else 1.0
-    if not np.isfinite(a).all():  # NaN compares false with everything: say it is as far off as can be
-        cosine, largest, relative, scale = 0.0, 1e308, 1e308, 0.0
+    along, lengths = float(a.ravel() @ b.ravel()), (float(np.linalg.norm(a)), float(np.linalg.norm(b)))
+    same = not a.any() and not b.any()  # zero where zero is wanted
+    cosine = along / math.prod(lengths) if all(lengths) else float(same)
+    scale = along / lengths[1] ** 2 if lengths[1] else float(same)
+    relative = largest / most if most else (0.0 if same else _FAR)
     passed = cosine >= gate.cosine and relative <= gate.relative and abs(scale - 1) <= gate.scale and not stale
-    return Row(component, call, output, cosine, largest, min(relative, 1e308), scale, worst, stale, passed)
+    return Row(component, call, output, cosine, largest, relative, scale, worst, stale, passed)
 
 
 def _calls(flat: Flat) -> dict[str, list[dict[str, dict[str, Vector]]]]:
