@@ -41,9 +41,6 @@ docs: $(VENV)/installed ## the site, into site/
 clean: ## remove what make made; runs in videos/ stay
 	rm -rf $(VENV) .venv-3.* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
-requirements.lock: pyproject.toml
-	@echo "requirements.lock is older than pyproject.toml: make lock" >&2
-
 lock: $(VENV)/installed ## resolve pyproject.toml anew into requirements.lock
 	UV_NO_CONFIG=1 $(BIN)/uv pip compile pyproject.toml --extra rtx --group dev --group docs --universal --python-version 3.11 --fork-strategy fewest \
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --custom-compile-command "make lock" --quiet -o requirements.lock
