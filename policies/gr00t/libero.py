@@ -84,6 +84,9 @@ def load(bundle: str | Path | Bundle | None = None, *, backend: str = "auto", st
             "policy 'gr00t' needs a bundle: `vla-eval bundles` lists those found here; "
             "`vla-eval export --model gr00t --checkpoint DIR --out BUNDLE` makes one, and `--bundle BUNDLE` names it"
         )
+    for name, value in (("steps", steps), ("side", side)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise BadRequest(f"option {name} is {value!r}; it must be a whole number from 1")
     return Gr00tLibero(open_policy(bundle, backend=backend, steps=steps), side)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.engines.bundle import Bundle, open_bundle
-from vla_eval.types import ContractMismatch, InvalidObservation, Vector
+from vla_eval.types import SEED_LIMIT, ContractMismatch, InvalidObservation, Vector
 
 from ..flow import draw_noise
 from .contract import MERGE, Contract, load
@@ -76,6 +76,8 @@ class Gr00tPolicy:
     def _starts(self, noise: Vector | None, seed: int, batch: int) -> list[NDArray[np.float32]]:
         horizon, width = self.contract.model_horizon, self.contract.action_width
         if noise is None:
+            if not 0 <= seed < SEED_LIMIT - batch:
+                raise InvalidObservation(f"seed is {seed}; it must lie between 0 and {SEED_LIMIT - batch - 1}")
             return [draw_noise(seed + b, horizon, width) for b in range(batch)]
         if noise.shape not in {(batch, horizon, width), *([(horizon, width)] if batch == 1 else [])} or noise.dtype != np.float32:
             raise InvalidObservation(f"noise is {noise.dtype} {list(noise.shape)}, wanted float32 {[batch, horizon, width]}")
@@ -128,10 +130,12 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
 
 def _texts(value: Any, key: str, batch: int) -> Sequence[str]:
     """B instructions, none of them blank."""
-    texts = [value] * batch if isinstance(value, str) else [str(text) for text in np.asarray(value, dtype=np.str_).ravel()]
-    if len(texts) != batch:
-        raise InvalidObservation(f"{key} holds {len(texts)} instructions for {batch} robots")
-    for text in texts:
+    flat = [value] * batch if isinstance(value, str) else np.asarray(value, dtype=object).ravel().tolist()
+    if len(flat) != batch:
+        raise InvalidObservation(f"{key} holds {len(flat)} instructions for {batch} robots")
+    for text in flat:
+        if not isinstance(text, str) or text.encode("utf-8", "ignore").decode() != text:  # half a surrogate pair is no character
+            raise InvalidObservation(f"{key} holds {text!r}, which is no text")
         if not any(character.isalnum() for character in text):
             raise InvalidObservation(f"{key} is {text!r}; every observation needs an instruction in words")
-    return texts
+    return flat

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from vla_eval.policies.gr00t.recipe import recipe
 
+Dtype = Literal["fp32", "fp16", "bf16"]
 GOLDEN = Path(__file__).parents[2] / "golden/gr00t_tiny"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A bundle of the golden checkpoint: `tiny()`, `tiny("simpler_env_widowx")`, `tiny(batch=2)`, `tiny(steps=(4, 8))`."""
+    """A bundle of the golden checkpoint: `tiny()`, `tiny("simpler_env_widowx")`, `tiny(batch=2)`, `tiny(steps=(4, 8))`,
+    `tiny(dtype="fp16")`.
+    """
 
     @cache
-    def exported(embodiment: str = "libero_sim", batch: int = 1, steps: tuple[int, ...] = (4,)) -> Path:
-        out = tmp_path_factory.mktemp("bundles") / f"{embodiment}-{batch}-{len(steps)}"
-        recipe(GOLDEN / "checkpoint", out, embodiment=embodiment, batch=batch, steps=steps, geometry=GOLDEN / "geometry.json")
+    def exported(embodiment: str = "libero_sim", batch: int = 1, steps: tuple[int, ...] = (4,), dtype: Dtype = "fp32") -> Path:
+        out = tmp_path_factory.mktemp("bundles") / embodiment
+        recipe(GOLDEN / "checkpoint", out, embodiment=embodiment, batch=batch, steps=steps, dtype=dtype, geometry=GOLDEN / "geometry.json")
         return out
 
     return exported

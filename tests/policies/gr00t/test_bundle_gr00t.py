@@ -62,6 +62,17 @@ def test_the_chunk_and_the_actions_are_the_references(tiny: Tiny, tag: str) -> N
         np.testing.assert_allclose(answer[key], arrays[key], rtol=0, atol=10 * rounding * np.abs(arrays[key]).max(), err_msg=key)
 
 
+def test_half_precision_runs_and_keeps_the_flow_in_float32(tiny: Tiny) -> None:
+    arrays, observation = reference("libero_sim")
+    policy = load(tiny(dtype="fp16"))
+    chunk = policy.infer(observation, noise=arrays["noise"])["chunk_normalized"]
+    assert chunk.dtype == np.float32
+    off = np.abs(chunk - arrays["chunk_normalized"]).max() / np.abs(arrays["chunk_normalized"]).max()
+    assert 1e-5 < off < 1e-2  # float16 keeps 11 bits, 5e-4, over a dozen layers; nearer than 1e-5 it would not have been used
+    with pytest.raises(BadRequest, match="is bf16, which runs on TensorRT only"):
+        load(tiny(dtype="bf16"))
+
+
 def swapped_halves(table: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate(np.split(table, 2, axis=-1)[::-1], axis=-1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -144,3 +144,9 @@ def test_another_robots_bundle_is_a_mismatch_when_it_should_play() -> None:
 def test_without_a_bundle_the_commands_are_said() -> None:
     with pytest.raises(BadRequest, match=r"vla-eval bundles.*vla-eval export --model gr00t"):
         load()
+
+
+@pytest.mark.parametrize("option", [{"steps": "four"}, {"steps": True}, {"steps": 0}, {"side": "256px"}])
+def test_an_option_that_is_no_number_is_refused_before_anything_is_opened(option: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=r"option (steps|side) is .*; it must be a whole number from 1"):
+        load("nowhere", **option)

@@ -119,6 +119,9 @@ def test_a_wrong_array_is_refused_by_key_with_what_it_has_and_what_is_wanted(cas
         ({KEY: ""}, "needs an instruction"),
         ({KEY: " \n ?!"}, "needs an instruction"),
         ({KEY: ["one", "two"]}, "holds 2 instructions for 1 robots"),
+        ({KEY: np.array([5])}, "holds 5, which is no text"),
+        ({KEY: [b"open"]}, "holds b'open', which is no text"),
+        ({KEY: "open \ud800 it"}, "which is no text"),
     ],
 )
 def test_a_bad_observation_is_refused_before_the_runtime(change: dict[str, Any], says: str) -> None:
@@ -142,6 +145,12 @@ def test_noise_of_another_shape_or_precision_is_refused(noise: NDArray[Any]) -> 
     asked, _ = policy()
     with pytest.raises(InvalidObservation, match=r"noise is .*, wanted float32 \[1, 40, 132\]"):
         asked.infer(observation(), noise=noise)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_beyond_32_bits_is_refused(seed: int) -> None:
+    with pytest.raises(InvalidObservation, match=f"seed is {seed}"):
+        policy()[0].infer(observation(), seed=seed)
 
 
 def test_another_embodiment_is_asked_by_its_own_keys() -> None:
