@@ -56,15 +56,19 @@ def read_npz(path: str | os.PathLike[str], limit: int = LIMIT_BYTES) -> dict[str
     return found
 
 
-def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Vector]) -> None:
-    """All arrays into one .npz, under a temporary name first: a killed write leaves the old file or none."""
+def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Vector], *, sync: bool = True) -> None:
+    """All arrays into one .npz, under a temporary name first: a killed write leaves the old file or none.
+
+    On the disk when this returns, unless `sync` leaves that to the caller.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

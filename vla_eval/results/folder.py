@@ -84,9 +84,15 @@ class RunFolder:
         return all((task, trial) in done for task, trial in self.manifest.ledger)
 
     def append(self, record: EpisodeRecord) -> None:
-        """Add one line, on the disk when this returns. Raises BadRequest if it does not fit there, and then leaves nothing of it."""
+        """Add one line, on the disk when this returns, as the episode's arrays are then.
+
+        Raises BadRequest if it does not fit there, and then leaves nothing of it.
+        """
         line = (json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        arrays = self.episode_path(record.task, record.trial)
         try:
+            if arrays.exists():
+                _sync(arrays)
             with (self.path / RECORDS).open("ab", buffering=0) as file:
                 size = file.seek(0, os.SEEK_END)
                 try:
@@ -193,10 +199,13 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
 
 
 def write_episode(path: Path, episode: Episode) -> Path:
-    """Store an episode's arrays at `path`, in one piece or not at all. Raises OSError if they do not fit there."""
+    """Store an episode's arrays at `path`, in one piece or not at all. Raises OSError if they do not fit there.
+
+    They are brought to the disk by `append`, so that a simulator need not wait for it.
+    """
     arrays = {field.name: getattr(episode, field.name) for field in fields(Episode)}
     _check_layout(arrays, path)
-    write_npz(path, arrays)
+    write_npz(path, arrays, sync=False)
     return path
 
 
@@ -336,9 +345,9 @@ def _inside(relative: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk."""
-    entry = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk."""
+    entry = os.open(path, os.O_RDONLY)
     try:
         os.fsync(entry)
     finally:

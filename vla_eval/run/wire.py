@@ -24,7 +24,7 @@ from ..types import ActionChunk, BadRequest, EpisodeRecord, Interface, Meaning, 
 MAGIC = b"VLA1"
 LIMIT_BYTES = 256 << 20  # of one message: a few hundred pictures
 _HEAD = struct.Struct(">4sQ")
-_PIECE = 1 << 20  # memory follows the bytes that arrive, never the length that is claimed
+_PIECE = 1 << 18  # memory follows the bytes that arrive, never the length that is claimed
 
 Message = dict[str, Any]
 T = TypeVar("T")
