@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ def never(offer: Callable[[], str]) -> bool:
 
 def obtain(folder: Path, suite: str = "libero_10@openpi", **arguments: Any) -> tuple[Path, list[str]]:
     said: list[str] = []
-    place = bundles.obtain("gr00t", suite, folder=folder, say=said.append, **{"agree": never, **arguments})
+
+    @contextlib.contextmanager
+    def busy(line: str) -> Iterator[None]:
+        said.append(line)
+        yield
+
+    place = bundles.obtain("gr00t", suite, folder=folder, say=said.append, busy=busy, **{"agree": never, **arguments})
     return place, said
 
 

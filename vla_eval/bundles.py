@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -104,12 +105,13 @@ def obtain(
     digest: str | None = None,
     agree: Callable[[Callable[[], str]], bool],
     say: Callable[[str], None],
+    busy: Callable[[str], AbstractContextManager[None]],
 ) -> Path:
     """The bundle for that policy and suite: found in `folder`, or exported into it from a checkpoint, once.
 
     `digest` picks among several that fit. `checkpoint` is a folder or REPO[/FOLDER]; by default what the policy's owner has published.
     What is not in the local Hugging Face cache is fetched only if `agree` says yes; the question with names and sizes is made when it
-    asks for it. Raises BadRequest with everything that is missing and the commands that would make it.
+    asks for it. The export runs inside `busy`. Raises BadRequest with everything that is missing and the commands that would make it.
     """
     found, broken = bundles(folder)
     for sentence in broken:
@@ -131,7 +133,7 @@ def obtain(
     if missing and not agree(lambda: _offer(policy, suite, folder, missing)):
         raise BadRequest(_help(policy, suite, folder, missing))
     parts = {option: place for option, place in here.items() if place is not None} | {part.option: _fetch(part, say) for part in missing}
-    made = _exported(policy, found, parts, sources.options, folder, base(suite), say)
+    made = _exported(policy, found, parts, sources.options, folder, base(suite), say, busy)
     check_fits(open_bundle(made), policy, suite)
     return made
 
@@ -241,6 +243,7 @@ def _exported(
     folder: Path,
     name: str,
     say: Callable[[str], None],
+    busy: Callable[[str], AbstractContextManager[None]],
 ) -> Path:
     """The bundle of this checkpoint and these options: one that is there already, else exported beside it and renamed."""
     from .engines.weights import open_checkpoint
@@ -261,9 +264,9 @@ def _exported(
     folder.mkdir(parents=True, exist_ok=True)
     making = folder / f".making-{os.getpid()}"
     shutil.rmtree(making, ignore_errors=True)
-    say(f"exporting {checkpoint} into {folder}; this is done once")
     try:
-        made: Bundle = recipe(checkpoint, making, **given)
+        with busy(f"exporting {checkpoint} into {folder}, which is done once"):
+            made: Bundle = recipe(checkpoint, making, **given)
         (making / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
         return making.rename(folder / f"{policy}-{name}-{made.export_id[:8]}")
     finally:

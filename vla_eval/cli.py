@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__, registry
-from .types import BadRequest, Policy, Task, VlaEvalError
+from .types import BadRequest, EpisodeRecord, Policy, Task, VlaEvalError
 
 if TYPE_CHECKING:
     from .results.folder import RunFolder
@@ -93,6 +93,8 @@ def run(
     video: Flag = False,
     resume: Path | None = None,
     accept_revision: Flag = False,
+    stop_when: str | None = None,
+    wandb: Literal["off", "offline", "online"] = "off",
 ) -> Answer:
     """Play a policy on tasks and write down what happened: one run folder for each --task.
 
@@ -116,9 +118,15 @@ def run(
         video: Draw every episode once the run has been played.
         resume: A run folder: play what is missing there or ended in an error. The rest of the command may be left out.
         accept_revision: Resume although vla-eval has changed since; the manifest says so.
+        stop_when: Stop early, with an error rate that holds however often one looks: "lower>0.9", "upper<0.5" or "versus RUN".
+        wandb: Follow the run with Weights & Biases; offline writes it into the run folder and sends nothing.
     """
     from .run import loop
 
+    if wandb != "off":
+        from .results.wandb import check_installed
+
+        check_installed()
     options = _options(option)
     asked: dict[str, Any] = {"trials": trials, "seed": seed, "replan": replan, "batch": batch, "options": options or None}
     given = {name: value for name, value in asked.items() if value is not None}
@@ -126,6 +134,8 @@ def run(
         from .results.folder import open_run
 
         folder = open_run(resume)
+        if stop_when is not None:
+            raise BadRequest("--stop-when is fixed when a run begins; a resumed run keeps the rule that it has")
         if len(task) > 1:
             raise BadRequest("--resume goes on with one run, which is one suite; give one --task or none")
         tasks = _tasks_of(folder)
@@ -135,7 +145,7 @@ def run(
         bundle = bundle or _found(name, folder.manifest.suite, bundles, checkpoint, yes, folder.manifest.bundle)
         player, facts = _loaded(name, bundle, folder.manifest.suite, options or folder.manifest.options)
         again = loop.resume(resume, player, tasks, workers=workers, video=video, accept_revision=accept_revision, **given, **facts)
-        return _ended([_play(again, video)])
+        return _ended([_play(again, video, wandb)])
     if not task or policy is None:
         raise BadRequest(f"{'--policy' if task else '--task'} is missing; vla-eval list shows what there is")
     if accept_revision:
@@ -143,10 +153,14 @@ def run(
     suites = [registry.select_tasks(spec, protocol) for spec in task]  # all of them are known before the first is played
     places = [bundle or _found(policy, tasks[0].suite, bundles, checkpoint, yes) for tasks in suites]
     given |= {"out": out, "video": video, "workers": workers, "command": ["vla-eval", *sys.argv[1:]]}
+    if stop_when is not None:
+        from .results.sequential import parse_rule
+
+        given["stop"] = parse_rule(stop_when)
     ended = []
     for tasks, place in zip(suites, places, strict=True):
         player, facts = _loaded(policy, place, tasks[0].suite, options)
-        ended.append(_play(loop.start(player, tasks, **given, **facts), video))
+        ended.append(_play(loop.start(player, tasks, **given, **facts), video, wandb))
     return _ended(ended)
 
 
@@ -176,7 +190,7 @@ def _found(policy: str, suite: str, folder: Path | None, checkpoint: str | None,
     from .bundles import obtain, shelf
 
     agree = (lambda _: True) if yes else _agreed
-    return obtain(policy, suite, folder=shelf(folder), checkpoint=checkpoint, digest=digest, agree=agree, say=_say)
+    return obtain(policy, suite, folder=shelf(folder), checkpoint=checkpoint, digest=digest, agree=agree, say=_say, busy=_busy)
 
 
 def _agreed(offer: Callable[[], str]) -> bool:
@@ -185,6 +199,18 @@ def _agreed(offer: Callable[[], str]) -> bool:
         return False
     stderr.print(Text(f"{offer()} [y/N] "), end="")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+@contextlib.contextmanager
+def _busy(line: str) -> Iterator[None]:
+    """Something that takes a while and cannot say how far it is: a moving bar with the time it has taken, or one line elsewhere."""
+    if not stderr.is_terminal:
+        _say(line)
+        yield
+        return
+    with Progress(SpinnerColumn(), TextColumn(line), BarColumn(), TimeElapsedColumn(), console=stderr) as progress:
+        progress.add_task("", total=None)
+        yield
 
 
 def _say(line: str) -> None:
@@ -212,30 +238,43 @@ def _tasks_of(folder: RunFolder) -> list[Task]:
     return [task for task in registry.load_tasks(folder.manifest.suite) if task.id in wanted]
 
 
-def _play(run: Run, video: bool) -> tuple[Path, Report]:
+def _play(run: Run, video: bool, wandb: Literal["off", "offline", "online"] = "off") -> tuple[Path, Report]:
     """Play a run to its end under a progress bar, then draw it. Ctrl-C leaves with the command that goes on."""
     from .results.folder import open_run
     from .results.report import report as read
 
     counts: Counter[str] = Counter()
-    with run:
-        assert run.folder is not None  # started with `out`
-        path = run.folder.path
-        try:
-            with _progress(f"{run.manifest.suite} {run.manifest.policy}", len(run.todo)) as advance:
-                for record in run:
-                    counts[record.outcome] += 1
-                    line = f"{record.task} trial {record.trial}: {record.outcome}, {record.steps} steps, {record.seconds:.1f} s"
-                    advance(line + (f", {record.error}" if record.error else ""), _outcomes(counts))
-        except KeyboardInterrupt:
-            done = f"interrupted after {counts.total()} of {len(run.todo)} episodes"
-            raise KeyboardInterrupt(f"{done}; go on with: vla-eval run --resume {path}") from None
-    if video and (undrawn := [r for r in open_run(path).records() if r.video is None and r.steps]):
-        words = [word for r in undrawn for word in ("--episode", f"{r.task.rpartition('/')[2]}/{r.trial}")]
-        # In a process of its own: the policy may hold the GPU of this one.
-        if subprocess.run([sys.executable, "-m", "vla_eval", "render", str(path), *words], check=False).returncode:
-            _log.warning("not every film could be drawn; vla-eval render %s tries again", path)
+    with contextlib.ExitStack() as afterwards:
+        with run:
+            assert run.folder is not None  # started with `out`
+            path = run.folder.path
+            if wandb != "off":
+                from .results.wandb import following
+
+                afterwards.enter_context(following(path, wandb))
+            try:
+                with _progress(f"{run.manifest.suite} {run.manifest.policy}", len(run.todo)) as advance:
+                    for record in run:
+                        counts[record.outcome] += 1
+                        line = f"{record.task} trial {record.trial}: {record.outcome}, {record.steps} steps, {record.seconds:.1f} s"
+                        advance(line + (f", {record.error}" if record.error else ""), _outcomes(counts))
+            except KeyboardInterrupt:
+                done = f"interrupted after {counts.total()} of {len(run.todo)} episodes"
+                raise KeyboardInterrupt(f"{done}; go on with: vla-eval run --resume {path}") from None
+        if run.stopped:
+            _say(f"stopped, {run.stopped}")
+        if video:
+            _draw(path, [r for r in open_run(path).records() if r.video is None and r.steps])
     return path, read(open_run(path))
+
+
+def _draw(path: Path, undrawn: Sequence[EpisodeRecord]) -> None:
+    """Draw episodes in a process of its own: the policy may hold the GPU of this one."""
+    if not undrawn:
+        return
+    words = [word for r in undrawn for word in ("--episode", f"{r.task.rpartition('/')[2]}/{r.trial}")]
+    if subprocess.run([sys.executable, "-m", "vla_eval", "render", str(path), *words], check=False).returncode:
+        _log.warning("not every film could be drawn; vla-eval render %s tries again", path)
 
 
 def _outcomes(counts: Counter[Any]) -> str:
@@ -516,18 +555,150 @@ def bundles_(folder: Path | None = None, /) -> Answer:
 
 
 @app.command
-def report(run: Path, /) -> Answer:
+def report(run: Path, /, *, html: Flag = False, draw: Literal["failures", "all", "none"] = "failures") -> Answer:
     """Show what a run folder says: rates with intervals by task, what is missing, latency. Into a file or pipe it is Markdown.
 
     Args:
         run: A run folder.
+        html: Write RUN/review too, a folder of pages for a browser: every episode with film, contact sheet and what went wrong.
+        draw: With --html: which films to draw first, where the run folder lacks them.
     """
     from .results.folder import open_run
     from .results.report import report as read
 
     folder = open_run(run)
     found = read(folder)
-    return Answer(_told(folder.path, found), Page(found.markdown()))
+    if not found.success + found.failure + found.error:
+        raise BadRequest(f"{run}: no episode has been played yet; vla-eval run --resume {run} goes on")
+    told, page = _told(folder.path, found), found.markdown()
+    if html:
+        from .results.pages import review
+
+        wanted = {"failures": ("failure",), "all": ("success", "failure", "error"), "none": ()}[draw]
+        _draw(run, _undrawn(folder, wanted))
+        told["html"] = str(review(open_run(run), run / "review"))
+        page += f"\nPages for a browser: {told['html']}\n"
+    return Answer(told, Page(page))
+
+
+def _undrawn(folder: RunFolder, outcomes: Sequence[str]) -> list[EpisodeRecord]:
+    def lacks_film(record: EpisodeRecord) -> bool:
+        place = folder.episode_path(record.task, record.trial)
+        return place.exists() and not place.with_suffix(".mp4").exists()
+
+    return [record for record in folder.records() if record.outcome in outcomes and lacks_film(record)]
+
+
+@app.command
+def compare(
+    a: Path,
+    b: Path,
+    /,
+    *,
+    margin: float = 0.05,
+    diff: Flag = False,
+    html: Flag = False,
+    draw: Literal["disagreements", "none"] = "disagreements",
+) -> Answer:
+    """Is B worse than A? Pairs two runs episode by episode: exact test, difference with interval, verdict, and who disagrees where.
+
+    Args:
+        a: The run to hold against: the reference.
+        b: The run to judge.
+        margin: How much worse still counts as not worse; 0.05 is five points.
+        diff: Show every difference of the two manifests instead, also of runs that cannot be paired.
+        html: Write B/versus-A too, a folder of pages with the episodes that disagree side by side.
+        draw: With --html: draw the films that the run folders lack, or none.
+    """
+    from .results.compare import compare as pair
+    from .results.compare import difference_markdown
+    from .results.difference import differences
+    from .results.folder import open_run
+
+    one, other = open_run(a), open_run(b)
+    if diff:
+        found = differences(one.manifest, other.manifest)
+        return Answer({"differences": [d._asdict() for d in found]}, Page(difference_markdown(one.manifest, other.manifest)))
+    result = pair(one, other, margin)
+    told, page = result.to_json(), result.markdown()
+    if html:
+        from .results.pages import review_pair
+
+        apart = {(d.task, d.trial) for d in result.disagreements}
+        for folder in (one, other) if draw == "disagreements" else ():
+            undrawn = _undrawn(folder, ("success", "failure"))
+            _draw(folder.path, [record for record in undrawn if (record.task, record.trial) in apart])
+        told["html"] = str(review_pair(result, open_run(a), open_run(b), b / f"versus-{one.manifest.run_id}"))
+        page += f"\nPages for a browser: {told['html']}\n"
+    return Answer(told, Page(page))
+
+
+@app.command
+def leaderboard(*places: Path, sort: str | None = None, html: Path | None = None) -> Answer:
+    """Show many runs as tables, one for each set of conditions, ranked where the rates can be told apart.
+
+    Args:
+        places: Run folders, folders that hold runs, and result files: published ones, lerobot's eval_info.json, other harnesses'.
+        sort: A suite, policy, date or latency. [default: by rank]
+        html: Write one page for a browser there too, sortable and without a network.
+    """
+    from .results.leaderboard import leaderboard as read
+    from .results.leaderboard import markdown, to_json
+
+    tables = read(places or (Path("videos"),), sort)
+    told, page = to_json(tables), markdown(tables)
+    if html is not None:
+        from .results.pages import leaderboard_page
+
+        told["html"] = str(leaderboard_page(tables, html))
+        page += f"\nPage for a browser: {told['html']}\n"
+    return Answer(told, Page(page))
+
+
+@app.command
+def power(*, p0: float, margin: float = 0.05, power: float = 0.8, p1: float | None = None, discordant: float | None = None) -> Answer:
+    """Say how many paired episodes a comparison needs to find a policy not worse.
+
+    Args:
+        p0: The rate of the policy to hold against.
+        margin: How much worse still counts as not worse; 0.05 is five points.
+        power: How often the comparison shall succeed if the new policy's true rate is --p1.
+        p1: The true rate of the new policy. [default: p0]
+        discordant: The share of episodes on which the two disagree. [default: as if they succeeded independently, the worst usual case]
+    """
+    from .results.stats import independent_discordance, pairs_needed, verdict_power
+
+    other = p0 if p1 is None else p1
+    for name, value in (("p0", p0), ("p1", other)):
+        if not 0 <= value <= 1:
+            raise BadRequest(f"--{name} {value} is no rate; give one between 0 and 1")
+    share = independent_discordance(p0, other) if discordant is None else discordant
+    pairs = pairs_needed(margin, share, power, other - p0)
+    exact = verdict_power(pairs, margin, share, other - p0)
+    told = (
+        f"{pairs} pairs of episodes: with rates {p0:g} and {other:g}, {100 * share:.1f} % of pairs disagreeing and a margin of "
+        f"{100 * margin:g} points, {100 * exact:.1f} % of such comparisons end with the verdict 'not worse'."
+    )
+    return Answer({"pairs": pairs, "power": exact, "margin": margin, "p0": p0, "p1": other, "discordant": share}, Text(told))
+
+
+@app.command(name="wandb")
+def wandb_(run: Path, /, *, mode: Literal["online", "offline"] = "online") -> Answer:
+    """Send a run folder to Weights & Biases: configuration, metrics, a table of episodes with their films, rollouts and report.
+
+    Args:
+        run: A run folder.
+        mode: offline writes it into RUN/wandb and sends nothing.
+    """
+    from .results.folder import open_run
+    from .results.wandb import check_installed, run_id, send
+
+    check_installed()
+    folder = open_run(run)
+    sent = send(folder.path, mode)
+    told = {"run": folder.manifest.run_id, "wandb": run_id(folder.manifest.run_id), "mode": mode, "sent": sent}
+    shown = f"{'sent as' if mode == 'online' else 'written into ' + str(run / 'wandb') + ' as'} {told['wandb']}" if sent else ""
+    return Answer(told, Text(shown) if sent else "", DONE if sent else INCOMPLETE)
 
 
 @app.command
