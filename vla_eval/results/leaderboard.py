@@ -174,10 +174,11 @@ def _entries(place: Path) -> list[tuple[Entry, Path]]:
     runs = [place] if (place / MANIFEST).is_file() else sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
     if not runs:
         raise BadRequest(f"{place}: holds no run (a folder with {MANIFEST})")
-    return [(_of_run(run), run.resolve()) for run in runs]
+    return [(of_run(run), run.resolve()) for run in runs]
 
 
-def _of_run(path: Path) -> Entry:
+def of_run(path: Path) -> Entry:
+    """A run's row, read from its folder."""
     folder = open_run(path)
     found, manifest = report(folder), folder.manifest
     return Entry(
