@@ -33,6 +33,7 @@ from .lerobot_convention import (
 from .lerobot_meta import ACTION, COLUMNS, EPISODES, INFO, MODALITY, STATE, TASKS, Dataset, open_dataset
 from .lerobot_rules import Progress, silent
 from .lerobot_stats import write_stats
+from .lerobot_v3 import export
 from .lerobot_video import CODEC, PIXELS, write_videos
 
 CHUNK = 1000  # episodes a folder
@@ -67,9 +68,10 @@ def write(
     fps: float | None = None,
     robot: str = "panda",
     append: bool = False,
+    version: Literal["v2.1", "v3.0"] = "v2.1",
     progress: Progress = silent,
 ) -> Written:
-    """The episodes of these runs as a dataset in `out`, or added to the one that is there.
+    """The episodes of these runs as a dataset in `out`, or added to the one that is there. GR00T N1.7 reads v2.1, current LeRobot v3.0.
 
     Episodes that broke (outcome "error") are left out. `studio` draws the pictures; None writes none. `fps` must be the control rate and is
     needed only for runs that do not say it. Everything is made beside `out` and renamed: a write that is killed leaves nothing, or the old
@@ -82,15 +84,21 @@ def write(
         raise BadRequest(f"{', '.join(str(run.path) for run in runs)}: no episode to write ({_told(left_out) or 'nothing was played'})")
     if studio is not None and (size < 2 or size % 2):
         raise BadRequest(f"--size {size}: pictures are stored as {CODEC}, which needs an even size")
+    if append and version != "v2.1":
+        raise BadRequest(f"{out}: episodes can be added to a v2.1 dataset only; write the v3.0 one anew from all its runs")
     with _beside(out, append=append) as (new, old):
-        book = _Book(new, meaning, rate, robot, with_video=studio is not None)
+        book = _Book(new if version == "v2.1" else new / "v2.1", meaning, rate, robot, with_video=studio is not None)
         if old is not None:
             book.take_over(old, [run for run, _ in chosen])
         for number, (run, record, draw) in enumerate(_drawn(chosen, studio, size)):
             progress("episodes", number, len(chosen))
             book.add(run, record, draw)
         book.close()
-        write_stats(open_dataset(new), progress)
+        dataset = open_dataset(book.root)
+        stats = write_stats(dataset, progress)
+        if version == "v3.0":
+            export(dataset, stats, new)
+            shutil.rmtree(book.root)
         return Written(out, len(chosen), book.frames - book.frames_before, len(book.episodes), book.frames, left_out)
 
 
@@ -98,7 +106,7 @@ class _Book:
     """A dataset while it is being written."""
 
     def __init__(self, root: Path, convention: Convention, fps: float, robot: str, *, with_video: bool) -> None:
-        self._root, self._convention, self._fps, self._robot, self._with_video = root, convention, fps, robot, with_video
+        self.root, self._convention, self._fps, self._robot, self._with_video = root, convention, fps, robot, with_video
         self.episodes: list[dict[str, Any]] = []
         self.frames = self.frames_before = 0
         self._tasks: dict[str, int] = {}  # instruction -> index
@@ -130,7 +138,7 @@ class _Book:
             raise BadRequest(f"{where} holds run {again[0]} already; nothing was added")
         for record in old.episodes:
             for file in (old.data(record.index), *(old.video(record.index, name) for name in old.videos)):
-                _share(old.root / file, self._root / file)
+                _share(old.root / file, self.root / file)
             self.episodes.append(dict(record.extra))
             self.frames += record.length
         self.frames_before = self.frames
@@ -146,7 +154,7 @@ class _Book:
             self._film(index, draw(episode), steps, f"{run.path}: episode {record.task} trial {record.trial}")
         counted = np.arange(steps, dtype=np.int64)
         _write_rows(
-            self._root / DATA_PATH.format(episode_chunk=index // CHUNK, episode_index=index),
+            self.root / DATA_PATH.format(episode_chunk=index // CHUNK, episode_index=index),
             {
                 STATE: episode.proprio[:steps],
                 ACTION: self._convention.stored(episode.actions),
@@ -179,10 +187,10 @@ class _Book:
             **{name: {"dtype": "int64", "shape": [1], "names": None} for name in COLUMNS[3:]},
             **{name: _video_feature(height, width, fps) for name, (height, width) in videos.items()},
         }
-        meta = self._root / "meta"
+        meta = self.root / "meta"
         meta.mkdir(parents=True, exist_ok=True)
         write_json(
-            self._root / INFO,
+            self.root / INFO,
             {
                 "codebase_version": "v2.1",
                 "robot_type": self._robot,
@@ -200,12 +208,12 @@ class _Book:
                 OURS: {"version": __version__, **self._convention.told(), "runs": list(self._runs.values())},
             },
         )
-        _write_lines(self._root / TASKS, ({"task_index": index, "task": task} for task, index in self._tasks.items()))
-        _write_lines(self._root / EPISODES, self.episodes)
+        _write_lines(self.root / TASKS, ({"task_index": index, "task": task} for task, index in self._tasks.items()))
+        _write_lines(self.root / EPISODES, self.episodes)
         groups = self._convention.state if is_arm else {"state": (0, state)}
         moves = ACTION_GROUPS if is_arm else {"action": (0, action)}
         write_json(
-            self._root / MODALITY,
+            self.root / MODALITY,
             {
                 "state": {name: {"start": start, "end": end} for name, (start, end) in groups.items()},
                 "action": {name: {"start": start, "end": end} for name, (start, end) in moves.items()},
@@ -232,7 +240,7 @@ class _Book:
             raise BadRequest(f"{where} is drawn as {sizes}, the dataset has {self._videos}; choose the same --size, or another dataset")
         self._videos = sizes
         paths = {
-            camera: self._root / VIDEO_PATH.format(episode_chunk=index // CHUNK, video_key=name, episode_index=index)
+            camera: self.root / VIDEO_PATH.format(episode_chunk=index // CHUNK, video_key=name, episode_index=index)
             for camera, name in names.items()
         }
         from ..images import mirror  # OpenCV: only where pictures are

@@ -55,7 +55,20 @@ def _writer(path: Path, shape: tuple[int, ...], fps: float) -> Any:
     if height % 2 or width % 2:
         raise BadRequest(f"pictures of {width}x{height} cannot be stored as {CODEC}; choose an even --size")
     path.parent.mkdir(parents=True, exist_ok=True)
-    options = ["-crf", _QUALITY, "-g", str(_KEY_FRAME_EVERY), "-threads", "1", "-fflags", "+bitexact", "-movflags", "+faststart"]
+    options = [
+        "-crf",
+        _QUALITY,
+        "-g",
+        str(_KEY_FRAME_EVERY),
+        "-sc_threshold",
+        "0",
+        "-threads",
+        "1",
+        "-fflags",
+        "+bitexact",
+        "-movflags",
+        "+faststart",
+    ]
     writer = write_frames(
         str(path), (width, height), fps=fps, codec="libx264", quality=None, macro_block_size=1, pix_fmt_in="rgb24", pix_fmt_out=PIXELS,
         output_params=options, ffmpeg_log_level="error",
