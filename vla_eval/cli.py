@@ -208,7 +208,7 @@ def _busy(line: str) -> Iterator[None]:
         _say(line)
         yield
         return
-    with Progress(SpinnerColumn(), TextColumn(line), BarColumn(), TimeElapsedColumn(), console=stderr) as progress:
+    with Progress(SpinnerColumn(), TextColumn(line, markup=False), BarColumn(), TimeElapsedColumn(), console=stderr) as progress:
         progress.add_task("", total=None)
         yield
 

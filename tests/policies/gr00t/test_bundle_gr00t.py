@@ -310,6 +310,24 @@ def test_episodes_of_the_toy_are_played_and_recorded(tiny: Tiny, tmp_path: Path,
     assert record.chunks == 3  # of 16 actions each: the toy's protocol executes whole chunks
 
 
+def test_a_run_is_the_same_alone_and_side_by_side(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two workers whose requests share batches, against one episode after another through the same engines of batch two."""
+    folders = []
+    for name, words in (("alone", ["--workers", "0"]), ("together", ["--workers", "2", "--batch", "2"])):
+        code, out, err = run(
+            capfd, "run", "--task", "toy/0", "--policy", "gr00t", "--bundle", tiny(batch=2), "--option", "side=64", "--trials", "2",
+            "--out", tmp_path / name, "--json", *words,
+        )  # fmt: skip
+        assert code == 0, err
+        folders.append(open_run(Path(json.loads(out)["folder"])))
+    alone, together = folders
+    for trial in range(2):
+        ours, theirs = (folder.episode("toy@v1/0", trial) for folder in folders)
+        np.testing.assert_array_equal(ours.actions, theirs.actions)
+        np.testing.assert_array_equal(ours.states, theirs.states)
+    assert alone.manifest.bundle == together.manifest.bundle
+
+
 def test_another_robots_bundle_is_refused_before_the_first_episode(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(
         capfd, "run", "--task", "toy/0", "--policy", "gr00t", "--bundle", tiny("simpler_env_widowx"), "--out", tmp_path / "out"
