@@ -255,8 +255,9 @@ model = mujoco.MjModel.from_xml_string(
 )
 data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)
-drawer = libero._Drawer(model, 32, machine.choose())
-assert drawer.draw(data, "c").std() > 5
+drawer = libero._Drawer(model, 700, machine.choose())  # larger than MuJoCo's own buffer of 640 x 480
+picture = drawer.draw(data, "c")
+assert picture.shape == (700, 700, 3) and (picture[0, 0] == picture[-1, -1]).all() and picture[350, 350].min() > 50
 assert "OSMesa" in drawer.told or drawer.told.startswith("EGL")
 """
 

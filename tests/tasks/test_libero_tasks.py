@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from inspect import signature
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +96,15 @@ def test_the_table_is_the_installed_benchmarks() -> None:
     assert tasks._instructions() == installed
     built = benchmark.get_benchmark_dict()["libero_10"]()  # upstream's own order
     assert [built.get_task(k).language for k in range(10)] == installed["libero_10"]
+
+
+@pytest.mark.libero
+def test_every_task_has_as_many_stored_starts_as_the_protocols_say() -> None:
+    from libero.libero import benchmark, get_libero_path
+
+    from vla_eval.arrays import read_npz
+
+    folder = Path(get_libero_path("init_states"))
+    for suite in SUITES:
+        for task in benchmark.task_maps[suite].values():
+            assert read_npz(folder / suite / f"{task.init_states_file}.npz")["states"].shape[0] == tasks.STARTS
