@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cyclopts import App
 from docstring_parser import parse
 
 from vla_eval import ActionChunk, Interface, Request, cli, evaluate, registry
@@ -24,7 +25,18 @@ from vla_eval.results.folder import open_run, untimed
 from vla_eval.types import ARM_ACTION, BadRequest
 
 Run = Callable[..., tuple[int, str, str]]
-COMMANDS = [name for name in cli.app if not name.startswith("-")]
+
+
+def commands(app: App, prefix: str = "") -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every command by its name, those of groups too."""
+    for name in app:
+        if not name.startswith("-"):
+            if function := app[name].default_command:
+                yield prefix + name, function
+            yield from commands(app[name], f"{prefix}{name} ")
+
+
+COMMANDS = dict(commands(cli.app))
 
 
 @pytest.fixture
@@ -71,9 +83,7 @@ def test_help_goes_to_stdout(vla_eval: Run, words: list[str]) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_argument_of_every_command_is_explained(name: str) -> None:
-    function = cli.app[name].default_command
-    if function is None:
-        pytest.skip("a group of commands")
+    function = COMMANDS[name]
     told = parse(inspect.getdoc(function) or "")
     assert told.short_description
     assert told.short_description.endswith((".", ":"))
