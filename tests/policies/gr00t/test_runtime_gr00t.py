@@ -244,6 +244,28 @@ def test_another_number_of_steps_takes_its_own_tables_or_is_refused_with_the_com
         Gr00tRuntime(bundle(steps=(4, 8)), steps=5, engines=sums(1))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_engines_are_given_their_own_precision_and_the_flow_stays_float32(dtype: str) -> None:
+    parts = sums(1)
+    kept = {"rope_rotary_cos_sin", "noise_trajectory", "state", "rotary_pos_emb"}  # float32 in every contract
+    for part in parts.values():
+        healthy = part._function
+        part.inputs = [spec._replace(dtype=dtype) if spec.dtype == "float32" and spec.name not in kept else spec for spec in part.inputs]
+
+        def halved(given: Arrays, healthy: Any = healthy) -> Arrays:
+            wide = {name: array if array.dtype.kind in "bi" else array.astype(np.float32) for name, array in given.items()}
+            return {name: array if name == "velocity" else array.astype(dtype) for name, array in healthy(wide).items()}
+
+        part._function = halved
+    (answer,) = Gr00tRuntime(bundle(), engines=parts)([a_row(1)])
+    assert answer.chunk.dtype == np.float32
+    for part in parts.values():
+        for spec in part.inputs:
+            assert part.calls[0][spec.name].dtype == np.dtype(spec.dtype), spec.name
+    (wide,) = Gr00tRuntime(bundle(), engines=sums(1))([a_row(1)])
+    np.testing.assert_allclose(answer.chunk, wide.chunk, rtol=0, atol=0.05 * np.abs(wide.chunk).max())  # bfloat16 keeps 8 bits of each sum
+
+
 BAD: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
     "no picture": (lambda r: dataclasses.replace(r, token_ids=r.token_ids[r.token_ids != 292], patches=r.patches[:0]), "needs a picture"),
     "no text": (lambda r: dataclasses.replace(r, token_ids=r.token_ids[r.token_ids == 292]), "needs an instruction"),
