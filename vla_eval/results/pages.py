@@ -21,6 +21,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..types import BadRequest, EpisodeRecord
 from .compare import Comparison
@@ -160,7 +161,7 @@ def _view(folder: RunFolder, record: EpisodeRecord, episode: Episode | None, bin
     """What is shown of one episode of one run."""
     told = [f"{name}: {record.outcome}", *([str(bin_)] if bin_ else []), f"{record.steps} steps, {record.seconds:.1f} s"]
     if answers := percentiles(_totals(episode)):
-        told.append(f"answers {1e3 * answers.p50:.1f} ms (median of {answers.n})")
+        told.append(f"answers {1e3 * answers.p50:.3g} ms (median of {answers.n})")
     if record.error:
         told.append(record.error)
     video, sheet = _media(folder, record, out)
@@ -210,19 +211,19 @@ def _media(folder: RunFolder, record: EpisodeRecord, out: Path) -> tuple[str | N
 
 def contact_sheet(film: Path, sheet: Path) -> None:
     """Ten frames of a film, first and last included, as one JPEG. Raises BadRequest, naming the film, if it cannot be read."""
-    frames, _ = imageio_ffmpeg.count_frames_and_secs(str(film))
-    wanted = np.unique(np.linspace(0, max(frames - 1, 0), SHEET_FRAMES).round().astype(int))
-    rows = -(-len(wanted) // SHEET_COLUMNS)
-    chosen = "+".join(f"eq(n\\,{frame})" for frame in wanted)
     part = sheet.with_name(f".{sheet.stem}.part.jpg")
-    command = [
-        *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-loglevel", "error", "-protocol_whitelist", "file", "-i", str(film)),
-        *("-vf", f"select={chosen},scale={SHEET_WIDTH}:-2,tile={SHEET_COLUMNS}x{rows}", "-frames:v", "1", "-q:v", "4", "-y", str(part)),
-    ]
     try:
+        frames, _ = imageio_ffmpeg.count_frames_and_secs(str(film))
+        wanted = np.unique(np.linspace(0, max(frames - 1, 0), SHEET_FRAMES).round().astype(int))
+        chosen = "+".join(f"eq(n\\,{frame})" for frame in wanted)
+        tiled = f"select={chosen},scale={SHEET_WIDTH}:-2,tile={SHEET_COLUMNS}x{-(-len(wanted) // SHEET_COLUMNS)}"
+        command = [
+            *(imageio_ffmpeg.get_ffmpeg_exe(), "-nostdin", "-loglevel", "error", "-protocol_whitelist", "file", "-i", str(film)),
+            *("-vf", tiled, "-frames:v", "1", "-q:v", "4", "-y", str(part)),
+        ]
         subprocess.run(command, capture_output=True, text=True, timeout=FFMPEG_SECONDS, check=True)
         part.replace(sheet)
-    except (subprocess.SubprocessError, OSError) as error:
+    except (subprocess.SubprocessError, RuntimeError, OSError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         raise BadRequest(f"{film}: no contact sheet can be made of it ({said[-1] if said else error}); draw it again") from error
     finally:
@@ -254,6 +255,7 @@ def _failures(counts: Mapping[str, Counter[Bin]]) -> Figure:
             left += width
     _task_axis(axes, [task.rpartition("/")[2] for task in counts])
     axes.set(xlabel="episodes")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     return figure
 
@@ -272,7 +274,7 @@ def _latency(totals: Sequence[float]) -> Figure:
     found = percentiles(totals)
     assert found is not None
     for name, value, colour in (("p50", found.p50, COLOURS[2]), ("p99", found.p99, COLOURS[1])):
-        axes.axvline(1e3 * value, color=colour, label=f"{name} {1e3 * value:.1f} ms")
+        axes.axvline(1e3 * value, color=colour, label=f"{name} {1e3 * value:.3g} ms")
     axes.set(xlabel=f"ms, {found.n} answers", ylabel="answers")
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -46,18 +46,20 @@ function open(index) {
   nodes[now].classList.add("now");
   document.getElementById("one-title").textContent = episode.title;
   document.getElementById("one-text").textContent = episode.text;
-  const views = document.getElementById("one-views"), lines = document.getElementById("one-lines");
-  views.replaceChildren(); lines.replaceChildren();
+  const views = document.getElementById("one-views");
+  views.replaceChildren();
   const videos = [];
   for (const view of episode.views) {
     const box = make("div");
     box.append(make("p", kind[view.outcome], view.label));
     if (view.video) {
       const video = make("video");
-      video.controls = true; video.muted = true; video.playsInline = true; video.preload = "metadata"; video.src = view.video;
-      videos.push([video, view]);
+      video.controls = true; video.muted = true; video.playsInline = true; video.autoplay = true; video.src = view.video;
+      videos.push(video);
       box.append(video);
     } else box.append(make("p", "note", view.hint));
+    const lines = make("div");
+    box.append(lines);
     if (view.sheet) { const image = make("img", "sheet"); image.alt = "contact sheet"; image.src = view.sheet; box.append(image); }
     views.append(box);
     for (const line of view.lines) {
@@ -67,15 +69,15 @@ function open(index) {
         const span = make("i"); span.style.left = `${100 * start / (steps + 1)}%`; span.style.width = `${100 * (end - start) / (steps + 1)}%`; button.append(span);
       }
       const at = make("b"); button.append(at);
-      lines.append(make("span", "soft", `${line.name} (${view.name})`), button);
-      const video = videos.length ? videos[videos.length - 1][0] : null;
-      if (view.video && video) {
+      lines.append(make("span", "soft", line.name), button);
+      const video = box.querySelector("video");
+      if (video) {
         video.addEventListener("timeupdate", () => { at.style.left = `${100 * video.currentTime / (video.duration || 1)}%`; });
         button.addEventListener("click", (event) => { const r = button.getBoundingClientRect(); video.currentTime = (event.clientX - r.left) / r.width * (video.duration || 0); });
       }
     }
   }
-  if (videos.length > 1) together(videos.map(([video]) => video));
+  if (videos.length > 1) together(videos);
   if (!dialog.open) dialog.showModal();
 }
 
