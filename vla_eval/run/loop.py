@@ -197,7 +197,7 @@ def resume(
         run._keep(kept)
         if run.todo:
             run._stand()
-        run._amend(run.manifest)
+            run._amend(run.manifest)
     except BaseException:
         run.close()
         raise
@@ -421,6 +421,7 @@ class Run:
         job.began, job.steps, job.chunks = time.monotonic(), 0, 0
         if seat.worker is None:
             seat.worker = spawn()
+        seat.worker.forget()
         try:
             if seat.worker.task == job.task.id:
                 self._begin(seat.worker, job)
@@ -462,6 +463,7 @@ class Run:
                 continue
             try:
                 if fileno in heard:
+                    worker.deadline = max(worker.deadline, time.monotonic() + _SEND_SECONDS)  # half a picture is a sign of life too
                     for message in worker.connection.arrived():
                         if (record := self._handle(seat, worker, job, message)) is not None:
                             yield record
@@ -521,6 +523,9 @@ class Run:
         began = time.monotonic()
         given = answers(self._policy, requests)
         self._last_answer = time.monotonic() - began
+        for seat in self._seats:
+            if seat.worker is not None:
+                seat.worker.deadline += self._last_answer  # this process did not listen, and may have taken every core
         for seat, answer in zip(asking, given, strict=True):
             seat.asked = None
             if seat.worker is None:
@@ -640,9 +645,11 @@ def free_bytes() -> int | None:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, StopIteration):
         group = Path("/sys/fs/cgroup")
-        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        cached = next(line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file"))
+        used = int((group / "memory.current").read_text()) - int(cached.split()[1])  # cached files give way
+        found.append(int((group / "memory.max").read_text()) - used)
     return min(found, default=None)
 
 

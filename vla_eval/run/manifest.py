@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "gymnasium")}}
 
 
+@cache  # what runs is what was loaded, whatever is edited meanwhile
 def revision() -> dict[str, Any]:
     """Which vla-eval this is: its version and, from a checkout, the commit and whether the code differs from it."""
     try:

@@ -148,6 +148,10 @@ class Worker:
     task: str | None = None  # whose environment it holds
     deadline: float = field(default=float("inf"))  # by when it must have said something
 
+    def forget(self) -> None:
+        """Empty the trace: what an earlier episode left there is no attempt at the next one."""
+        os.ftruncate(self.trace.fileno(), 0)
+
     def expect(self, seconds: float) -> None:
         """Something must come within `seconds`."""
         self.deadline = time.monotonic() + seconds
