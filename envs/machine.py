@@ -112,8 +112,13 @@ def gl_context(choice: Choice, width: int, height: int) -> Any:
         raise VlaEvalError(f"PYOPENGL_PLATFORM={platform} contradicts MUJOCO_GL={choice.renderer}; unset PYOPENGL_PLATFORM")
     if _drawing and _drawing[0] != choice:
         raise VlaEvalError(f"this process draws with {_told(_drawing[0])} already; use a process of its own for {_told(choice)}")
-    with _environment({"MUJOCO_GL": "disable", "MUJOCO_EGL_DEVICE_ID": None if choice.device is None else str(choice.device)}):
+    device = None if choice.device is None else str(choice.device)
+    with _environment({"MUJOCO_GL": "disable", "MUJOCO_EGL_DEVICE_ID": device, "PYOPENGL_PLATFORM": choice.renderer}):
+        failures: tuple[type[Exception], ...] = (ImportError, RuntimeError, AttributeError, TypeError)  # as PyOpenGL fails to load
         try:
+            from OpenGL.error import Error
+
+            failures += (Error,)
             if choice.renderer == "egl":
                 from mujoco.egl import GLContext
             else:
@@ -123,7 +128,7 @@ def gl_context(choice: Choice, width: int, height: int) -> Any:
                 _context = None  # MuJoCo's destructor wants it even where the constructor failed
 
             context = Context(width, height)
-        except (ImportError, RuntimeError, AttributeError, TypeError) as error:  # what PyOpenGL makes of a library or driver it cannot use
+        except failures as error:
             raise VlaEvalError(
                 f"{_told(choice)} makes no context here ({error}); install {_PACKAGES[choice.renderer]} (apt) "
                 f"or draw with MUJOCO_GL={_OTHER[choice.renderer]}"
@@ -135,14 +140,6 @@ def gl_context(choice: Choice, width: int, height: int) -> Any:
 def told(choice: Choice) -> str:
     """Who draws, by the name that the current GL context gives itself: "EGL, llvmpipe (LLVM 15.0.6, 256 bits), Mesa 22.3.6"."""
     return f"{_told(choice)}, {_drawn_by()}"
-
-
-def _drawn_by() -> str:
-    from OpenGL import GL
-
-    name, told = (GL.glGetString(which).decode() for which in (GL.GL_RENDERER, GL.GL_VERSION))
-    mesa = re.search(r"Mesa [\d.]+|NVIDIA [\d.]+", told)
-    return f"{name}, {mesa[0] if mesa else 'OpenGL ' + told}"
 
 
 def renderer(choice: Choice) -> str:
@@ -205,6 +202,14 @@ def _told(choice: Choice) -> str:
     if choice.renderer != "egl":
         return "OSMesa"
     return "EGL" if choice.device is None else f"EGL device {choice.device}"
+
+
+def _drawn_by() -> str:
+    from OpenGL import GL
+
+    name, told = (GL.glGetString(which).decode() for which in (GL.GL_RENDERER, GL.GL_VERSION))
+    mesa = re.search(r"Mesa [\d.]+|NVIDIA [\d.]+", told)
+    return f"{name}, {mesa[0] if mesa else 'OpenGL ' + told}"
 
 
 def _missing(renderer: Renderer) -> str:
