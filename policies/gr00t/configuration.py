@@ -139,11 +139,23 @@ def read_geometry(path: Path) -> Geometry:
 
 
 def geometry_from(said: Mapping[str, Any]) -> Geometry:
-    """The geometry that plain JSON declares. A field too many or too few raises TypeError, named."""
+    """The geometry that plain JSON declares. A field too many or too few raises TypeError, numbers that do not fit ValueError, named."""
     vision, text = dict(said["vision"]), dict(said["text"])
     vision["deepstack_after_blocks"] = tuple(vision["deepstack_after_blocks"])
     text["mrope_section"] = tuple(text["mrope_section"])
-    return Geometry(Vision(**vision), Text(**text), {str(name): int(number) for name, number in said["token_ids"].items()})
+    v, t = Vision(**vision), Text(**text)
+    for wrong, what in (
+        (t.mrope_interleaved is not True, "text.mrope_interleaved must be true: only that is built"),
+        (len(t.mrope_section) != 3 or 2 * sum(t.mrope_section) != t.head_dim, "text.mrope_section must sum to half of head_dim"),
+        (t.heads % t.kv_heads != 0, "text.kv_heads must divide heads"),
+        (v.hidden % v.heads != 0 or v.head_dim % 4 != 0, "vision.heads must divide hidden into widths that are multiples of 4"),
+        (v.out_hidden != t.hidden, "vision.out_hidden must be text.hidden"),
+        (not all(0 <= i < v.depth for i in v.deepstack_after_blocks), "vision.deepstack_after_blocks must be blocks that exist"),
+        (len(v.deepstack_after_blocks) > t.layers_kept, "text.layers_kept must be no less than the DeepStack taps"),
+    ):
+        if wrong:
+            raise ValueError(what)
+    return Geometry(v, t, {str(name): int(number) for name, number in said["token_ids"].items()})
 
 
 def read_architecture(checkpoint: Checkpoint, geometry: Geometry = RELEASED) -> Architecture:
