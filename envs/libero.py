@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import string
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -34,6 +32,7 @@ from vla_eval.types import (
 )
 
 from . import machine
+from .drawer import Drawer
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
 CONTROL_HZ = 20
@@ -111,7 +110,7 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
         self._goal = {f"{name}({', '.join(of)})": [name, *of] for name, *of in self._problem.parsed_problem["goal_state"]}
         self._grip = _Grip.of(self._problem)
         self._instruction = files.instruction
-        self._drawer: _Drawer | None = None
+        self._drawer: Drawer | None = None
         self._steps = 0
         self._may_step = False
 
@@ -167,7 +166,7 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
         Any camera of the model will do, also those that no policy is offered. Raises BadRequest for a name that is none.
         """
         if self._drawer is None:
-            self._drawer = _Drawer(self._model, self._size, self._choice)
+            self._drawer = Drawer(self._model, self._size, self._choice)
         return {camera: self._drawer.draw(self._data, camera) for camera in cameras}
 
     def privileged(self) -> Privileged:
@@ -185,8 +184,7 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
 
         `fixtures` are the poses that its reset gave in `info["fixtures"]`. Raises BadRequest if either belongs to another task.
         """
-        import mujoco
-
+        mujoco = machine.mujoco()
         state = np.asarray(state, np.float64)
         if state.shape != (1 + self._model.nq + self._model.nv,) or not np.isfinite(state).all():
             raise BadRequest(
@@ -332,60 +330,6 @@ class _Grip(NamedTuple):
         for geom, other in ((first, second), (second, first)):
             touched[self.owner[geom], self.pad[other]] |= self.owner[geom] >= 0
         return {name: bool(left and right) for name, (_, left, right) in zip(self.names, touched, strict=True)}
-
-
-class _Drawer:
-    """Draws a compiled model off screen. It moves nothing: it never calls forward."""
-
-    def __init__(self, model: Any, size: int, choice: machine.Choice) -> None:
-        import mujoco
-
-        self._gl = machine.gl_context(choice, size, size)
-        self._gl.make_current()
-        if not _open_drawers:
-            atexit.register(_close_drawers)  # after MuJoCo's own hook was registered, hence before it runs
-        _open_drawers.add(self)
-        self.told = machine.told(choice)
-        model.vis.global_.offwidth = max(model.vis.global_.offwidth, size)
-        model.vis.global_.offheight = max(model.vis.global_.offheight, size)
-        self._model, self._size = model, size
-        self._scene = mujoco.MjvScene(model, maxgeom=1000)
-        self._option = mujoco.MjvOption()
-        self._option.geomgroup[0] = 0  # collision geometry
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
-        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._context)
-
-    def draw(self, data: Any, name: str) -> Image:
-        import mujoco
-
-        number = mujoco.mj_name2id(self._model, mujoco.mjtObj.mjOBJ_CAMERA, name)
-        if number < 0:
-            known = [self._model.camera(k).name for k in range(self._model.ncam)]
-            raise BadRequest(f"this scene has no camera {name!r}; it has {', '.join(known)}")
-        camera = mujoco.MjvCamera()
-        camera.type, camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, number
-        self._gl.make_current()
-        mujoco.mjv_updateScene(self._model, data, self._option, None, camera, mujoco.mjtCatBit.mjCAT_ALL, self._scene)
-        view = mujoco.MjrRect(0, 0, self._size, self._size)
-        rows = np.empty((self._size, self._size, 3), np.uint8)
-        mujoco.mjr_render(view, self._scene, self._context)
-        mujoco.mjr_readPixels(rows, None, view, self._context)
-        return rows[::-1].copy()  # OpenGL's first row is the bottom one
-
-    def close(self) -> None:
-        self._gl.make_current()
-        self._context.free()
-        self._gl.free()
-        _open_drawers.discard(self)
-
-
-_open_drawers: weakref.WeakSet[_Drawer] = weakref.WeakSet()
-
-
-def _close_drawers() -> None:
-    """At exit, for environments that nobody closed: their destructors would call into a display that is gone."""
-    for drawer in list(_open_drawers):
-        drawer.close()
 
 
 def _files(suite: str, task: int) -> Files:

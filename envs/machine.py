@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import importlib.util
 import io
 import json
@@ -135,6 +136,12 @@ def gl_context(choice: Choice, width: int, height: int) -> Any:
             ) from error
     _drawing[:] = [choice]
     return context
+
+
+def mujoco() -> Any:
+    """The package, imported without its GL loader: with MUJOCO_GL unset that would want a display, and we make our own context."""
+    with _environment({"MUJOCO_GL": "disable"}):
+        return importlib.import_module("mujoco")
 
 
 def told(choice: Choice) -> str:

@@ -262,15 +262,14 @@ class _MujocoScene:
     """The same scene, drawn by MuJoCo from two cameras, through the context that LIBERO's pictures come from."""
 
     def __init__(self, size: int) -> None:
-        import mujoco
-
         from . import machine
-        from .libero import _Drawer
+        from .drawer import Drawer
 
+        choice, mujoco = machine.choose(), machine.mujoco()
         self._forward = mujoco.mj_forward
         self._model = mujoco.MjModel.from_xml_string(_scene_xml())
         self._data = mujoco.MjData(self._model)
-        self._drawer = _Drawer(self._model, size, machine.choose())
+        self._drawer = Drawer(self._model, size, choice)
 
     def draw(self, camera: str, hand: Vector, finger: float, places: Vector, pad: Vector) -> Image:
         aside = np.array([0, finger + 0.01, 0])

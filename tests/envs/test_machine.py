@@ -246,16 +246,16 @@ ENDINGS = {
 }
 DRAW = """
 import os, signal, sys
-from vla_eval.envs import libero, machine
-with machine.quiet():
-    import mujoco
+from vla_eval.envs import machine
+from vla_eval.envs.drawer import Drawer
+mujoco = machine.mujoco()
 model = mujoco.MjModel.from_xml_string(
     "<mujoco><worldbody><light/><geom group='1' size='1'/><camera name='c' pos='0 0 4'/>"
     "</worldbody></mujoco>"
 )
 data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)
-drawer = libero._Drawer(model, 700, machine.choose())  # larger than MuJoCo's own buffer of 640 x 480
+drawer = Drawer(model, 700, machine.choose())  # larger than MuJoCo's own buffer of 640 x 480
 picture = drawer.draw(data, "c")
 assert picture.shape == (700, 700, 3) and (picture[0, 0] == picture[-1, -1]).all() and picture[350, 350].min() > 50
 assert "OSMesa" in drawer.told or drawer.told.startswith("EGL")
