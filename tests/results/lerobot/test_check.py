@@ -625,6 +625,21 @@ def test_statistics_are_not_judged_by_half_the_rows(dataset: Path) -> None:
     assert [finding.rule for finding in found(dataset, "")] == ["data-missing"]
 
 
+def test_numbers_no_machine_can_hold_are_findings_and_not_crashes(dataset: Path) -> None:
+    lines(dataset, "meta/episodes.jsonl", lambda all_: all_[2].update(episode_index=10**30))
+    lines(dataset, "meta/tasks.jsonl", lambda all_: all_[1].update(task_index=10**30))
+    stats(dataset, lambda data: data["action"]["mean"].__setitem__(0, 10**400))
+    modality(dataset, lambda data: data["state"]["gripper"].update(end=10**30))
+    assert {"episode-field", "task-field", "stats-not-finite", "slice-overrun"} <= {finding.rule for finding in found(dataset, "")}
+
+
+def test_two_columns_of_one_name_are_a_finding(dataset: Path) -> None:
+    table = pq.read_table(dataset / FIRST)
+    pq.write_table(table.append_column("index", table.column("index")), dataset / FIRST)
+    (finding,) = found(dataset, "")
+    assert (finding.rule, finding.text) == ("data-unreadable", "has two columns 'index'")
+
+
 def test_a_playlist_named_like_a_video_is_not_followed(dataset: Path) -> None:
     (dataset / FILM).write_text("#EXTM3U\n#EXTINF:1,\nfile:///etc/hostname\n")
     assert [finding.rule for finding in found(dataset)] == ["video-unreadable"]
