@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vla_eval.engines.blocks import Rope, heads, joined, layer_norm, linear, modulated, rope_from_table, rotate, segments
+from vla_eval.engines.blocks import Rope, gated_mlp, heads, joined, layer_norm, linear, modulated, rope_from_table, rotate, segments
 from vla_eval.engines.graph import Dim, Graph, Value
 from vla_eval.engines.weights import Tensor, Weights
 
@@ -99,9 +99,8 @@ def text_layer(g: Graph, x: Value, w: Weights, t: Text, rope: Rope, name: str) -
     value = heads(g, linear(g, y, attention.under("v_proj")), t.head_dim)
     seen = joined(g, g.attention(q, k, value, scale=t.head_dim**-0.5, causal=True))
     x = g.add(x, linear(g, seen, attention.under("o_proj")))
-    y, mlp = g.rms_norm(x, w["post_attention_layernorm.weight"], eps=t.rms_norm_eps), w.under("mlp")
-    hidden = g.mul(g.silu(linear(g, y, mlp.under("gate_proj"))), linear(g, y, mlp.under("up_proj")))
-    return g.label(g.add(x, linear(g, hidden, mlp.under("down_proj"))), f"{name}_output")
+    y = g.rms_norm(x, w["post_attention_layernorm.weight"], eps=t.rms_norm_eps)
+    return g.label(g.add(x, gated_mlp(g, y, w.under("mlp"), g.silu)), f"{name}_output")
 
 
 def per_head_norm(g: Graph, x: Value, w: Weights, t: Text, name: str) -> Value:  # [B, S, H * D] -> [B, H, S, D]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .graph import Graph, Value
@@ -64,9 +65,9 @@ def joined(g: Graph, x: Value) -> Value:
     return g.reshape(g.transpose(x, (0, 2, 1, 3)), (0, 0, count * width))
 
 
-def gated_mlp(g: Graph, gate: Value, up: Value, down: Weights) -> Value:
-    """down(act(gate) * up), with the activation already taken."""
-    return linear(g, g.mul(gate, up), down)
+def gated_mlp(g: Graph, x: Value, w: Weights, activation: Callable[[Value], Value]) -> Value:
+    """down(activation(gate x) * up x)."""
+    return linear(g, g.mul(activation(linear(g, x, w.under("gate_proj"))), linear(g, x, w.under("up_proj"))), w.under("down_proj"))
 
 
 def patches(g: Graph, pixels: Value, size: int) -> Value:

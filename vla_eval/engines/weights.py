@@ -42,7 +42,7 @@ class Tensor:
         """The numbers, in the file's type."""
         self.seen.add(self.name.partition("|")[0])
         array = self._bytes(0, math.prod(self.shape))
-        return array.reshape(self.shape) if self.change is None else self.change(array)
+        return (array if self.change is None else self.change(array)).reshape(self.shape)
 
     def row(self, index: int) -> Tensor:
         """One entry of the first axis; only its bytes are read."""
