@@ -93,8 +93,10 @@ def test_the_bare_command_finds_makes_and_plays(
         played.append(open_run(Path(json.loads(out)["folder"])))
     assert played[0].manifest.bundle == played[1].manifest.bundle
     assert [record.outcome for run in played for record in run.records()] == ["failure", "failure"]
-    assert cli.main(["run", "--resume", str(played[0].path), "--json"]) == 0  # found again by what the manifest says
-    assert "using bundle" in capfd.readouterr().err
+    (made,) = (tmp_path / "shelf").iterdir()
+    (made / bundles.SOURCE).unlink()
+    assert cli.main(["run", "--resume", str(played[0].path), "--json"]) == 0  # found again by the digest in the manifest
+    assert f"using bundle {made}" in capfd.readouterr().err
 
 
 def test_everything_missing_is_said_in_one_sentence_with_both_commands(tmp_path: Path) -> None:
@@ -163,6 +165,34 @@ def test_a_checkpoint_of_ones_own_needs_no_cache(tmp_path: Path) -> None:
     assert said == [f"using bundle {made}, made of {own}"]
     with pytest.raises(BadRequest, match="was trained for libero_goal, not for libero_10"):
         obtain(tmp_path / "shelf", "libero_10", checkpoint=str(own))
+
+
+def test_an_export_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    own = tmp_path / "libero_goal"
+    shutil.copytree(GOLDEN / "checkpoint", own)
+    (own / "statistics.json").write_text("{}")
+    with pytest.raises(BadRequest, match="lacks statistics"):
+        obtain(tmp_path / "shelf", "libero_goal", checkpoint=str(own))
+    config = json.loads((GOLDEN / "checkpoint/config.json").read_text())
+    shutil.copy(GOLDEN / "checkpoint/statistics.json", own / "statistics.json")
+    (own / "config.json").write_text(json.dumps({**config, "action_horizon": 41}))
+    with pytest.raises(BadRequest, match="max_action_horizon is 40"):
+        obtain(tmp_path / "shelf", "libero_goal", checkpoint=str(own))
+    assert list((tmp_path / "shelf").iterdir()) == []
+
+
+def test_an_export_that_breaks_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(checkpoint: Path, out: Path, *, tokenizer: Path | None = None, embodiment: str | None = None) -> None:
+        out.mkdir(parents=True)
+        (out / "half").write_text("a component")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(registry, "load_recipe", lambda name: breaks)
+    own = tmp_path / "libero_goal"
+    shutil.copytree(GOLDEN / "checkpoint", own)
+    with pytest.raises(OSError, match="disk full"):
+        obtain(tmp_path / "shelf", "libero_goal", checkpoint=str(own))
+    assert list((tmp_path / "shelf").iterdir()) == []
 
 
 def test_a_repository_may_be_named_with_a_folder(hub: Path, tmp_path: Path) -> None:
