@@ -57,7 +57,7 @@ class Gr00tPolicy:
     ) -> list[tuple[NDArray[np.float32], tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
         """Each robot's patches, their grid, token ids and encoded state: `Inputs` but for the noise.
 
-        The patches lie in memory that `slot` onwards owns: they are valid until the next call for that slot.
+        Row b's patches lie in the memory of slot + b, and are valid until that slot is used again.
         """
         contract, batch = self.contract, self._check(observation)
         texts = _texts(observation[contract.language_key], contract.language_key, batch)
