@@ -124,19 +124,23 @@ def test_the_difference_of_two_manifests_names_every_difference(make_runs: Modul
     assert "nothing but their outcomes" in difference_markdown(a, replace(a, run_id="other", created="later"))
 
 
-@pytest.mark.parametrize("case", ["itself", "empty", "all errors", "stopped"])
-def test_what_cannot_be_compared_is_one_sentence(make_runs: ModuleType, tmp_path: Path, clerk: RunFolder, case: str) -> None:
-    other, said = {
-        "itself": (lambda: clerk, "the same run"),
-        "empty": (lambda: make_runs.make_run(tmp_path, won, only=0, trials=20, tasks=1, run_id="b"), "no episode in common"),
-        "all errors": (
-            lambda: make_runs.make_run(tmp_path, lambda t, k: "error: x", trials=20, tasks=1, run_id="b"),
-            "every one of the 20 pairs",
-        ),
-        "stopped": (
-            lambda: make_runs.make_run(tmp_path, won, trials=20, tasks=1, run_id="b", stop={"rule": "lower>0.5"}),
-            "without --stop-when",
-        ),
-    }[case]
+@pytest.mark.parametrize(
+    ("way", "changes", "said"),
+    [
+        (None, {"only": 0}, "no episode in common"),
+        ("error: x", {}, "every one of the 20 pairs"),
+        ("success", {"stop": {"rule": "lower>0.5"}}, "without --stop-when"),
+    ],
+    ids=["empty", "all errors", "stopped"],
+)
+def test_what_cannot_be_compared_is_one_sentence(
+    make_runs: ModuleType, tmp_path: Path, clerk: RunFolder, way: str | None, changes: dict[str, object], said: str
+) -> None:
+    other = make_runs.make_run(tmp_path, lambda task, trial: way, trials=20, tasks=1, run_id="b", **changes)
     with pytest.raises(BadRequest, match=said):
-        compare(clerk, other())
+        compare(clerk, other)
+
+
+def test_a_run_is_not_compared_with_itself(clerk: RunFolder) -> None:
+    with pytest.raises(BadRequest, match="the same run"):
+        compare(clerk, clerk)

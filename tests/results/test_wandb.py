@@ -58,6 +58,8 @@ def records(run: Path) -> Iterator[Any]:
     """The records of a W&B file, as W&B's own messages."""
     from wandb.proto import wandb_internal_pb2
 
+    message: Any = wandb_internal_pb2  # made at import time, so no type checker sees what is in it
+
     (file,) = run.glob("run-*.wandb")
     data, at, part = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
@@ -69,7 +71,7 @@ def records(run: Path) -> Iterator[Any]:
         at += 7 + length
         part = body if kind in (1, 2) else part + body  # whole, first, middle, last
         if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
+            record = message.Record()
             record.ParseFromString(part)
             yield record
 
@@ -83,7 +85,11 @@ def test_an_offline_run_holds_everything(make_runs: ModuleType, tmp_path: Path) 
     with dashboard.following(folder.path, "offline") as went:  # one episode more while it is followed
         make_runs.play(folder, "shop@fair/1", 1, "success")
     assert went.well
-    run, config, summary, history, artifacts = written(folder), {}, {}, [], {}
+    run = written(folder)
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    history: list[dict[str, Any]] = []
+    artifacts: dict[str, dict[str, Path]] = {}
     for record in records(run):
         match record.WhichOneof("record_type"):
             case "run":
@@ -152,7 +158,7 @@ def test_a_silent_service_costs_a_bounded_wait_and_nothing_else(
             service.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{service.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        wait = 2 if answers else 8
+        wait = 2 if answers else 6
         with dashboard.following(folder.path, "online", finish_seconds=wait) as went:
             make_runs.play(folder, "shop@fair/1", 1, "success")
             if answers:
