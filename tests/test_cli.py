@@ -142,6 +142,14 @@ def test_a_refusal_is_json_too_when_asked_for(vla_eval: Run, line: str) -> None:
     assert json.loads(out) == {"error": err.removeprefix("vla-eval: ").strip(), "exit": 2}
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_what_it_does_not_know_in_json(vla_eval: Run, tmp_path: Path, name: str) -> None:
+    code, out, err = vla_eval(*name.split(), "--no-such-option", "--json")
+    assert code == 2
+    assert json.loads(out) == {"error": err.removeprefix("vla-eval: ").strip(), "exit": 2}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_run_ends_with_rates_the_folder_and_what_to_type_next(vla_eval: Run) -> None:
     code, out, _ = vla_eval("run", "--task", "toy/0-1", "--policy", "zero", "--trials", "2", "--workers", "0")
     assert code == 0

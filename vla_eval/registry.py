@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -90,10 +90,11 @@ def protocols(suite: str) -> list[str]:
 
 
 def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
-    """The sentence for a name that nobody registered, with the near miss if there is one."""
-    known = list(known)
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}."
+    """The sentence for a name that nobody registered, with the near misses if there are any: the nearest, and those about as near."""
+    likeness = {other: SequenceMatcher(None, name, other).ratio() for other in known}
+    best = max(likeness.values(), default=0.0)
+    near = [repr(other) for other, ratio in likeness.items() if ratio >= max(0.5, best - 0.08)][:3]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(likeness) or 'none'}."
     return " ".join(part for part in (f"unknown {kind} {name!r}", where) if part) + f"; {hint}"
 
 
