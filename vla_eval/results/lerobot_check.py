@@ -165,7 +165,7 @@ def _shape(values: object) -> tuple[int, ...] | None:
         return None
     try:
         numbers = np.array(values, np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return numbers.shape if np.isfinite(numbers).all() else None
 

@@ -25,6 +25,7 @@ STATE, ACTION = "observation.state", "action"
 INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 COLUMNS = (STATE, ACTION, *INDEX_COLUMNS)  # the seven, in order
 META_LIMIT_BYTES = 1 << 30
+_MOST = 1 << 40  # episodes, rows or tasks: more is a damaged number
 NOT_ROWS = ("video", "image")  # dtypes of features whose data is not a column of numbers
 
 Section = Literal["state", "action"]
@@ -302,7 +303,7 @@ def _tasks(root: Path) -> Steps[dict[int, str] | None]:
         return None
     for line, data in all_:
         index, task = data.get("task_index"), data.get("task")
-        if not is_int(index) or not isinstance(task, str):
+        if not is_int(index) or not -_MOST < index < _MOST or not isinstance(task, str):
             yield Finding("task-field", TASKS, f"task_index is {index!r} and task {task!r}; it wants a whole number and a sentence", line)
             continue
         if not task.strip():
@@ -320,7 +321,7 @@ def _episodes(root: Path, tasks: set[str] | None) -> Steps[list[Record] | None]:
         return None
     for line, data in all_:
         index, length, names = data.get("episode_index"), data.get("length"), data.get("tasks")
-        if not is_int(index) or index < 0 or not is_int(length) or length < 1:
+        if not is_int(index) or not 0 <= index < _MOST or not is_int(length) or not 0 < length < _MOST:
             yield Finding(
                 "episode-field",
                 EPISODES,
@@ -337,8 +338,9 @@ def _episodes(root: Path, tasks: set[str] | None) -> Steps[list[Record] | None]:
         elif tasks is not None and (strange := [name for name in names if name not in tasks]):
             yield Finding("episode-tasks", EPISODES, f"task {strange[0]!r} of episode {index} is not in {TASKS}", line)
         found[index] = Record(index, length, tuple(names), line, data)
-    if holes := sorted(set(range(max(found, default=-1) + 1)) - set(found))[:3]:
-        yield Finding("episode-missing", EPISODES, f"episode_index {holes[0]} is missing, though the numbering goes on to {max(found)}")
+    hole = next((place for place, index in enumerate(sorted(found)) if place != index), None)
+    if hole is not None:
+        yield Finding("episode-missing", EPISODES, f"episode_index {hole} is missing, though the numbering goes on to {max(found)}")
     return [found[index] for index in sorted(found)]
 
 

@@ -71,7 +71,7 @@ def read_needs(bundle: Path) -> PolicyNeeds:
     for section in sections:
         try:
             groups[section] = {str(entry["key"]): _needed(entry) for entry in data[section]["groups"]}
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise BadRequest(f"{bundle / POLICY}: {section}.groups cannot be read ({error!r}); export the checkpoint again") from error
     horizon = data["action"].get("horizon")
     cameras, suites = (tuple(map(str, data.get(key) or ())) for key in ("cameras", "trained_for"))

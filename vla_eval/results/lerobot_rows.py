@@ -37,8 +37,12 @@ def read_rows(dataset: Dataset, index: int, names: frozenset[str] | None = None)
     wanted = {name: feature for name, feature in dataset.columns.items() if names is None or name in names}
     try:
         with pq.ParquetFile(path) as parquet:
-            about, present = parquet.metadata, set(parquet.schema_arrow.names)
-            if fault := _too_large(about):
+            about, names_there = parquet.metadata, parquet.schema_arrow.names
+            present = set(names_there)
+            fault = _too_large(about)
+            if len(present) < len(names_there):
+                fault = f"has two columns {next(name for name in names_there if names_there.count(name) > 1)!r}"
+            if fault:
                 yield Finding("data-unreadable", file, fault)
                 return None
             table = parquet.read([name for name in wanted if name in present], use_threads=False)

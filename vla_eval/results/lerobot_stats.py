@@ -26,6 +26,7 @@ from .lerobot_rules import Finding, Progress, Steps, collected, settled, silent
 
 FIELDS = ("mean", "std", "min", "max", "q01", "q99")
 QUANTILES: Mapping[str, float] = {"q01": 0.01, "q99": 0.99}
+_LARGEST = float(np.finfo(np.float64).max)
 FINGERPRINTS = "__fingerprints__"
 
 Statistics = dict[str, dict[str, list[float]]]  # feature -> field -> [D]
@@ -190,7 +191,7 @@ def _entry(name: str, width: int, entry: Mapping[str, Any]) -> Steps[dict[str, l
         ):
             told = f"a list of {len(values)}" if isinstance(values, list) else repr(values)[:40]
             yield Finding("stats-width", STATS, f"{name}.{field} is {told}; it wants a list of {width} numbers")
-        elif not all(math.isfinite(v) for v in values):
+        elif not all(abs(v) <= _LARGEST for v in values):  # NaN is not, nor is a whole number too long for a float
             yield Finding("stats-not-finite", STATS, f"{name}.{field} holds NaN or infinity")
         else:
             found[field] = [float(v) for v in values]
