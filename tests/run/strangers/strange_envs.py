@@ -22,13 +22,15 @@ class Faulty(ToyEnv):
 
     def __init__(self, fault: str, where: str, at: int = 0, once: str = "", trial: int | None = None, **kwargs: Any) -> None:
         self._fault, self._where, self._at, self._once, self._only, self._trial = fault, where, at, once, trial, -1
-        self._drift = 0.0
+        self._drift, self._broken = 0.0, False
         self._strike("construct", 0)
         super().__init__(**kwargs)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         self._trial = (options or {}).get("trial", 0)
         self._drift = 1e-12 if self._fault == "die, then drift" and Path(self._once).exists() else 0.0
+        if self._broken:
+            raise RuntimeError("still no GL context")
         self._strike("reset", 0)
         observation, info = super().reset(seed=seed, options=options)
         if self._fault == "empty instruction":
@@ -61,7 +63,8 @@ class Faulty(ToyEnv):
                 os._exit(7)
             case "hang":
                 time.sleep(3600)
-            case "raise":
+            case "raise" | "break":
+                self._broken = self._fault == "break"
                 raise RuntimeError("no GL context")
             case "refuse":
                 raise BadRequest("libEGL.so.1 is missing; apt install libegl1")
