@@ -169,6 +169,20 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(bundle: Path, tmp_path
     assert not (tmp_path / "new").exists()
 
 
+def test_the_policy_contract_comes_to_its_place_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the folder is no bundle: an export that is killed while its files are renamed is not mistaken for a whole one."""
+    moved, replace_file = [], Path.replace
+
+    def noting(self: Path, target: Path) -> Path:
+        moved.append(str(Path(target).relative_to(tmp_path / "b")))
+        return replace_file(self, target)
+
+    monkeypatch.setattr(Path, "replace", noting)
+    write(tmp_path / "b")
+    assert moved[-1] == "action/policy.json"
+    assert {"first/config.json", "action/config.json", "first/first.onnx"} < set(moved)
+
+
 def test_what_a_killed_export_left_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "b" / ".staging-99999999" / "first").mkdir(parents=True)
     write(tmp_path / "b")
@@ -399,6 +413,18 @@ def test_the_worst_step_and_dimension_are_named(made: Path, reference: dict[str,
     (row,) = (row for row in compare(open_bundle(made), {**reference, "action/2/out/velocity": wrong}).rows if not row.passed)
     assert (row.call, row.output, row.worst) == (2, "velocity", (1, 123))
     assert row.max_abs == pytest.approx(5, rel=1e-4)
+
+
+def test_one_number_that_is_a_little_off_fails_although_cosine_and_scale_do_not_see_it(
+    made: Path, reference: dict[str, NDArray[Any]]
+) -> None:
+    wrong = reference["action/2/out/velocity"].copy()
+    wrong[1, 123] += 1e-4 * np.abs(wrong).max()
+    (row,) = (row for row in compare(open_bundle(made), {**reference, "action/2/out/velocity": wrong}).rows if not row.passed)
+    gate = GATES["fp32"]
+    assert row.cosine > gate.cosine
+    assert abs(row.scale - 1) < gate.scale
+    assert row.relative == pytest.approx(1e-4, rel=0.01)
 
 
 def test_a_stale_output_fails_even_where_the_steps_are_nearly_the_same(tmp_path: Path, reference: dict[str, NDArray[Any]]) -> None:

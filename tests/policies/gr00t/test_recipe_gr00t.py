@@ -24,6 +24,7 @@ from vla_eval.engines.graph import PRECISIONS, Axis
 from vla_eval.engines.trt_pen import TrtPen
 from vla_eval.engines.verify import SELFTEST, compare, trace
 from vla_eval.engines.weights import INDEX, Checkpoint, open_checkpoint
+from vla_eval.policies.gr00t import network
 from vla_eval.policies.gr00t.configuration import (
     EMBEDDING,
     HEAD,
@@ -321,6 +322,13 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_before_anything_is_writ
 def test_an_option_that_cannot_be_met_is_refused_before_anything_is_written(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=says):
         export(GOLDEN / "checkpoint", tmp_path / "b", **options)
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_layer_that_the_network_forgets_cannot_hide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "vl_block", lambda g, x, w, a, name: x)
+    with pytest.raises(BadRequest, match=r"nothing asked for action_head\.vl_self_attention\.transformer_blocks\.0"):
+        export(GOLDEN / "checkpoint", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
