@@ -1,4 +1,4 @@
-"""What tests share: compiled LIBERO environments, since compiling one takes four seconds and two gigabytes."""
+"""What tests share: compiled LIBERO environments, since compiling one takes two to four seconds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 if TYPE_CHECKING:
     from vla_eval.envs.libero import LiberoEnv
 
-ALIVE = 2  # environments at once: 2 GB each
+ALIVE = 3  # environments at once: four that have drawn take 4.8 GB
 
 
 @pytest.fixture(scope="session")
 def libero() -> Iterator[Callable[[str, int], LiberoEnv]]:
     """The environment of (suite, task), compiled once and shared: @openpi, pictures on request. Reset it before use.
 
-    The two used last stay alive, so tests should be grouped by task. To try another cap or another number of settling steps,
+    The three used last stay alive. To try another cap or another number of settling steps,
     use `monkeypatch.setattr(env, "_max_steps", 5)` instead of compiling the task again.
     """
     from vla_eval.envs.libero import LiberoEnv
