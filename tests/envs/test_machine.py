@@ -183,6 +183,7 @@ def test_every_mujoco_in_the_allowed_range_is_accepted(monkeypatch: pytest.Monke
         ({"start": "row"}, "start is 'row'; it has to be one of rows, placement"),
         ({"pictures": "never"}, "pictures is 'never'"),
         ({"task": 10}, "task of libero_object is 10; it has to be a whole number from 0 to 9"),
+        ({"suite": "libero_object_object_ood", "max_steps": 5}, "problem file is not installed: .*; choose another suite"),
         ({"suite": "libero_objekt", "max_steps": 5}, "unknown LIBERO suite 'libero_objekt'; did you mean 'libero_object'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
