@@ -14,7 +14,7 @@ import pytest
 
 from vla_eval.contract import open_env
 from vla_eval.policies.baseline import random, zero
-from vla_eval.run.episode import TIMES, answers, chunk_seed, episode_seed, executable, in_process, rollout
+from vla_eval.run.episode import TIMES, PolicyFailed, answers, chunk_seed, episode_seed, executable, in_process, rollout
 from vla_eval.run.loop import start
 from vla_eval.testing import ToyExpert
 from vla_eval.types import ARM_ACTION, ActionChunk, BadRequest, EpisodeRecord, Interface, InvalidAction, Policy, Request, Task
@@ -176,7 +176,7 @@ def boom(request: Request, n: int) -> ActionChunk:
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (boom, "ZeroDivisionError: no norm"),
+        (boom, "PolicyFailed: ZeroDivisionError: no norm"),
         (lambda request, n: np.zeros((8, 7)), "PolicyFailed: the policy answered with ndarray, not with an ActionChunk"),
         (lambda request, n: ActionChunk(np.zeros((8, 7)), memory=cast(Any, "text")), "PolicyFailed: the chunk's memory is str, not bytes"),
     ],
@@ -194,7 +194,7 @@ def test_a_row_that_breaks_does_not_take_its_batch_mates_along(toy: Task) -> Non
 
     asked = played_requests(toy)
     good, bad, fine = answers(Says(answer), [replace(asked, trial=trial) for trial in range(3)])
-    assert isinstance(bad, ValueError)
+    assert isinstance(bad, PolicyFailed)
     assert not isinstance(good, Exception)
     assert not isinstance(fine, Exception)
     assert fine.chunk.actions[0, 0] == 2

@@ -247,6 +247,8 @@ def answers(policy: Policy, requests: Sequence[Request]) -> list[Answer | Except
     began = time.perf_counter()
     chunks, error = guarded(lambda: [_plain_chunk(chunk) for chunk in policy.act(requests)])
     seconds = time.perf_counter() - began
+    if error is not None and not isinstance(error, VlaEvalError):
+        error = PolicyFailed(told(error))  # whose it is: failed policies and broken simulators are sorted apart later
     if chunks is not None and len(chunks) != len(requests):
         error = PolicyFailed(f"policy {policy.name!r} answered {len(requests)} requests with {len(chunks)} chunks")
     if error is not None or chunks is None:
