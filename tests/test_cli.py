@@ -278,7 +278,8 @@ def test_ctrl_c_says_how_to_go_on_and_what_goes_on_is_the_same_run(vla_eval: Run
     run = open_run(folder)
     assert not run.complete
     assert run.manifest.command[:4] == ["vla-eval", "run", "--task", "toy"]
-    assert vla_eval("run", "--resume", str(folder), "--workers", "0")[0] == 0
+    # Whoever edits the code while the suite runs changes the revision, which is another test's subject.
+    assert vla_eval("run", "--resume", str(folder), "--workers", "0", "--accept-revision")[0] == 0
     straight = evaluate(registry.load_policy("random"), registry.load_tasks("toy"), trials=25, workers=0)
     order = operator.attrgetter("task", "trial")
     assert sorted(map(untimed, open_run(folder).records()), key=order) == sorted(map(untimed, straight), key=order)
