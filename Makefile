@@ -36,7 +36,7 @@ matrix: ## the tests under every other Python that this machine has
 	done; test $$found = 1
 
 docs: $(VENV)/installed ## the site, into site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what make made; runs in videos/ stay
 	rm -rf $(VENV) .venv-3.* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
