@@ -296,7 +296,10 @@ def _ended(reports: Sequence[tuple[Path, Report]]) -> Answer:
 
 
 def _told(path: Path, found: Report) -> dict[str, Any]:
-    return {**found.to_json(), "folder": str(path)}
+    from .results.failures import bins, failures_json
+    from .results.folder import open_run
+
+    return {**found.to_json(), "folder": str(path), "failures": failures_json(bins(open_run(path)))}
 
 
 def _rates(found: Report) -> Table:
@@ -563,6 +566,7 @@ def report(run: Path, /, *, html: Flag = False, draw: Literal["failures", "all",
         html: Write RUN/review too, a folder of pages for a browser: every episode with film, contact sheet and what went wrong.
         draw: With --html: which films to draw first, where the run folder lacks them.
     """
+    from .results.failures import bins, failures_markdown
     from .results.folder import open_run
     from .results.report import report as read
 
@@ -571,6 +575,8 @@ def report(run: Path, /, *, html: Flag = False, draw: Literal["failures", "all",
     if not found.success + found.failure + found.error:
         raise BadRequest(f"{run}: no episode has been played yet; vla-eval run --resume {run} goes on")
     told, page = _told(folder.path, found), found.markdown()
+    if sorted_ := failures_markdown(bins(folder)):
+        page += f"\n{sorted_}"
     if html:
         from .results.pages import review
 

@@ -80,6 +80,9 @@ def test_every_episode_of_a_run_that_did_not_succeed_has_one_bin(make_runs: Modu
     assert {bin_.value for bin_ in found.values()} == {*make_runs.TAUGHT.values(), "harness error"} - {"success"}
     assert sum(sum(row.values()) for row in failures.by_task(found).values()) == len(lost)
     assert "| harness error |" in failures.failures_markdown(found)
+    told = failures.failures_json(found)
+    assert told["episodes"][0] == {"task": "shop@fair/0", "trial": 1, "bin": "never reached the object"}  # trial 0 succeeded
+    assert sum(sum(row.values()) for row in told["by_task"].values()) == len(lost)
 
 
 def test_lost_arrays_are_said_and_not_guessed(make_runs: ModuleType, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,6 +108,13 @@ def by_task(found: Mapping[tuple[str, int], Bin]) -> dict[str, Counter[Bin]]:
     for (task, _), bin_ in sorted(found.items(), key=lambda item: task_order(item[0][0])):
         counts.setdefault(task, Counter())[bin_] += 1
     return counts
+
+
+def failures_json(found: Mapping[tuple[str, int], Bin]) -> dict[str, Any]:
+    """For `--json`: counts by task, and the bin of every episode."""
+    counts = {task: {str(bin_): row[bin_] for bin_ in Bin if bin_ in row} for task, row in by_task(found).items()}
+    episodes = [{"task": task, "trial": trial, "bin": str(bin_)} for (task, trial), bin_ in found.items()]
+    return {"by_task": counts, "episodes": sorted(episodes, key=lambda e: (task_order(str(e["task"])), e["trial"]))}
 
 
 def failures_markdown(found: Mapping[tuple[str, int], Bin]) -> str:
