@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from vla_eval.registry import load_tasks
+from vla_eval.registry import load_policy, load_tasks
 from vla_eval.results.folder import Episode, RunFolder, open_run
 from vla_eval.results.lerobot import Draw, write
 from vla_eval.results.lerobot_check import check
@@ -106,9 +107,6 @@ def test_a_changed_action_shows(written: Dataset, runs: list[RunFolder], tmp_pat
     episode = runs[0].episode(task, trial)
     changed = episode.actions.copy()
     changed[5, 0] = -np.sign(changed[5, 0])
-    import shutil
-    from dataclasses import replace
-
     shutil.copytree(runs[0].path, tmp_path / "copy")
     copy = open_run(tmp_path / "copy")
     copy.write_episode(task, trial, replace(episode, actions=changed))
@@ -231,15 +229,11 @@ def test_oracle_episodes_of_libero_replay_bit_for_bit(
     libero: Callable[[str, int], LiberoEnv], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the simulator itself: the same states, from the run's own seed, under the default convention, success at the recorded step."""
-    from vla_eval.registry import load_policy
-    from vla_eval.run import loop
-
     task: Task = load_tasks("libero_object@openpi")[0]
     shared = libero("libero_object", 0)
     monkeypatch.setattr(shared, "close", lambda: None)
-    for module in ("vla_eval.run.loop", "vla_eval.run.replay"):
-        monkeypatch.setattr(f"{module}.open_env", lambda task: shared, raising=False)
-    assert loop is not None
+    for module in ("worker", "replay"):
+        monkeypatch.setattr(f"vla_eval.run.{module}.open_env", lambda task: shared)
     with start(load_policy("oracle"), [task], trials=2, seed=5, workers=0, replan=4, out=tmp_path) as run:
         records = list(run)
     assert run.folder is not None
