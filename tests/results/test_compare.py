@@ -41,6 +41,13 @@ def test_19_of_20_against_20_of_20_is_undecided_and_names_the_episode(make_runs:
     assert data["difference"]["value"] == -0.05
 
 
+def test_an_undecided_policy_that_is_surely_worse_by_something_is_said_so(make_runs: ModuleType, tmp_path: Path, clerk: RunFolder) -> None:
+    other = make_runs.make_run(tmp_path, lambda task, trial: "drop" if trial < 6 else "success", trials=20, tasks=1, run_id="b")
+    sentence = compare(clerk, other, margin=0.2).sentence
+    assert "undecided" in sentence
+    assert "worse by something" in sentence
+
+
 def test_pairs_match_by_episode_and_not_by_the_order_of_finishing(make_runs: ModuleType, tmp_path: Path) -> None:
     fails = {2, 5, 11}
     one = make_runs.make_run(tmp_path / "1", lambda task, trial: "drop" if trial in fails else "success", trials=20, tasks=1, run_id="a")

@@ -46,8 +46,10 @@ class Comparison:
         if self.errors:
             need = f"play the {self.errors} pairs with an error first (vla-eval run --resume)"
         else:
-            need = f"needs about {self.verdict.more_pairs} more pairs, if both are equally good"
-        return f"{about}: undecided; {need}."
+            need = f"needs about {self.verdict.more_pairs} more pairs to be found not worse, if it is in truth as good"
+        low, high = self.pairs.interval
+        seen = f" It is worse by something, {_points(-high)[1:]} to {_points(-low)[1:]} points." if high < 0 else ""
+        return f"{about}: undecided; {need}.{seen}"
 
     def to_json(self) -> dict[str, Any]:
         """For `--json`."""

@@ -21,8 +21,8 @@ const nodes = EPISODES.map((episode, index) => {
     image.loading = "lazy"; image.decoding = "async"; image.alt = "contact sheet of " + episode.title; image.src = sheet.sheet;
     card.append(image);
   } else card.append(make("span", "none", "not drawn"));
-  card.append(make("strong", "", episode.title), make("br"));
-  for (const view of episode.views) card.append(make("span", kind[view.outcome], view.label), make("br"));
+  card.append(make("strong", "", episode.title));
+  for (const view of episode.views) card.append(make("span", kind[view.outcome], view.label));
   card.append(make("span", "soft", episode.text));
   card.addEventListener("click", () => open(index));
   cards.append(card);
