@@ -7,6 +7,7 @@ import platform
 import tempfile
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,12 @@ def main() -> None:
 def timed(a: RunFolder, b: RunFolder) -> dict[str, float]:
     """Seconds of each reading, of runs of 500 episodes without films."""
     found = {}
-    for name, read in {
+    readings: dict[str, Callable[[], object]] = {
         "report": lambda: report(open_run(a.path)),
         "pages, no films": lambda: review(open_run(a.path), a.path / "review"),
         "compare": lambda: compare(open_run(a.path), open_run(b.path)),
-    }.items():
+    }
+    for name, read in readings.items():
         began = time.perf_counter()
         read()
         found[name] = round(time.perf_counter() - began, 2)

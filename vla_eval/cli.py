@@ -1020,7 +1020,8 @@ def _tell(answer: Answer, out: TextIOWrapper, as_json: bool) -> None:
     else:
         console = Console(file=out, highlight=False, width=None if out.isatty() else 160)
         with console.capture() as text:
-            console.print(answer.shown)
+            # Markdown in a file keeps its lines: a table row that is broken in two is none.
+            console.print(answer.shown, soft_wrap=isinstance(answer.shown, Page) and not out.isatty())
         out.write(text.get())
     out.flush()
 

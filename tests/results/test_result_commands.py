@@ -64,6 +64,13 @@ def test_compare_ends_with_a_verdict(vla_eval: Command, two: tuple[RunFolder, Ru
     assert out.count("| success | failure |") == 3
 
 
+def test_a_table_row_stays_one_line_in_a_file(vla_eval: Command, two: tuple[RunFolder, RunFolder]) -> None:
+    _, out, _ = vla_eval("leaderboard", two[0].path.parent)
+    rows = [line for line in out.splitlines() if line.startswith("|")]
+    assert len(rows) == 4
+    assert all(line.endswith("|") and line.count("|") == rows[0].count("|") for line in rows)
+
+
 def test_power_says_how_many_pairs(vla_eval: Command) -> None:
     code, out, _ = vla_eval("power", "--p0", "0.9", "--margin", "0.05", "--power", "0.8", "--json")
     data = json.loads(out)
