@@ -179,6 +179,24 @@ def test_groups_are_taken_by_name_and_not_by_place(written: Dataset) -> None:
     assert all(one.holds for one in again(open_dataset(written.root)))
 
 
+def test_a_recording_longer_than_the_task_s_limit_is_played_to_its_end(written: Dataset) -> None:
+    """Demonstrations know no limit; the toy's first task ends after 40 steps. Standing still 70 times reaches no pad."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    stranger = strip_sources(written)
+    path = stranger.root / stranger.data(0)
+    table = pq.read_table(path).slice(0, 1)
+    still = pa.FixedSizeListArray.from_arrays(pa.array(np.array([0] * 6 + [0.5], np.float32)), 7)
+    pq.write_table(pa.concat_tables([table.set_column(1, "action", still)] * 70), path)
+    lines = [json.loads(line) for line in (stranger.root / "meta/episodes.jsonl").read_text().splitlines()]
+    lines[0]["length"] = 70
+    (stranger.root / "meta/episodes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stranger = open_dataset(stranger.root)
+    (found,) = replay(stranger, plan(stranger, load_tasks("toy@v1"), [0]), CONVENTIONS["libero_sim"])
+    assert (found.success, found.steps, found.error) == (False, 70, None)
+
+
 def test_episodes_can_be_chosen_and_must_exist(written: Dataset) -> None:
     tasks = load_tasks("toy@v1")
     assert [one.record.index for one in plan(written, tasks, [5, 1])] == [1, 5]
