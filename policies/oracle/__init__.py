@@ -15,7 +15,7 @@ from scipy.spatial.transform import Rotation
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, Interface, InvalidObservation, Privileged, Request, Vector
 
 from . import arm
-from .motion import STEP, Hand, Memory, action, after, arrived
+from .motion import STEP, Hand, Memory, action, after, arrived, timed
 from .plan import decide
 from .scene import Scene
 
@@ -70,17 +70,18 @@ def _corrected(hand: Hand, memory: Memory) -> Memory:
     if not memory.moves:
         return memory
     missing = memory.moves[0].pos - hand.pos
-    lag = np.clip(memory.lag + 0.25 * missing, -0.02, 0.02) if np.linalg.norm(missing) < 0.03 else np.zeros(3)
+    lag = np.clip(memory.lag + 0.2 * missing, -0.015, 0.015) if np.linalg.norm(missing) < 0.02 else np.zeros(3)
     return replace(memory, lag=lag)
 
 
 def _chunk(truth: Privileged, hand: Hand, fingers: Vector, memory: Memory) -> tuple[Vector, Memory]:
     """[HORIZON, 7] actions, planned against the predicted hand."""
     moves, spent, lag, notes = list(memory.moves), memory.spent, memory.lag, memory.notes
+    origin = memory.origin
     if moves and moves[0].until is not None:
         joint, sign, value = moves[0].until
         if sign * truth["joints"][joint][0] > sign * value:
-            moves, spent = moves[1:], 0
+            moves, spent, origin = moves[1:], 0, hand.pos
     if "base" not in notes:  # an episode starts with the arm at home, so the hand tells where the base stands
         notes = {**notes, "base": (hand.pos - arm.forward(arm.HOME[None])[0][0]).tolist()}
     actions = []
@@ -88,12 +89,12 @@ def _chunk(truth: Privileged, hand: Hand, fingers: Vector, memory: Memory) -> tu
     opening = float(fingers[0] - fingers[1])
     seen = hand
     for k in range(HORIZON):
-        while moves and arrived(hand, moves[0], spent) and (len(moves) > 1 or k == 0):
-            moves, spent, lag = moves[1:], 0, np.zeros(3)
+        while moves and arrived(hand, moves[0], spent, k == 0) and (len(moves) > 1 or k == 0):
+            moves, spent, lag, origin = moves[1:], 0, np.zeros(3), hand.pos
         if not moves:
             planned, notes = decide(scene, seen, opening, notes)
-            moves, spent, lag = planned, 0, np.zeros(3)
-        command = action(hand, moves[0], lag)
+            moves, spent, lag, origin = timed(planned, seen), 0, np.zeros(3), hand.pos
+        command = action(hand, moves[0], lag, origin)
         actions.append(command)
         hand, spent = after(hand, command), spent + 1
-    return np.array(actions, np.float32), Memory(tuple(moves), spent, hand.pos, hand.velocity, lag, notes)
+    return np.array(actions, np.float32), Memory(tuple(moves), spent, origin, hand.pos, hand.velocity, lag, notes)

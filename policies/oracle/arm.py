@@ -42,7 +42,7 @@ def forward(q: Vector) -> tuple[Vector, Vector, Vector]:
 
 
 def shortfall(base: Vector, pos: Vector, rot: Rotation) -> Vector:
-    """[N] how badly each pose (world frame, `pos` [N, 3]) is out of reach: metres and radians that are missing, and a little for joints near their ends."""
+    """[N] how far each pose (world frame, `pos` [N, 3]) is out of reach: what is missing, and a little for joints near their ends."""
     q = np.repeat(HOME[None], len(pos), axis=0)
     goal, axes = pos - base, rot.as_matrix()
     away = np.arctan2(goal[:, 1], goal[:, 0])

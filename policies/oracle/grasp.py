@@ -12,7 +12,7 @@ from scipy.spatial.transform import Rotation
 
 from vla_eval.types import Vector
 
-from .scene import UP
+from .scene import UP, thinned
 
 OPENING = 0.078  # m between the open pads
 PAD = 0.009  # m, half a pad's width
@@ -21,9 +21,10 @@ THICK = 0.022  # m, a finger with its pad, along the slide
 TIP = 0.010  # m from the grip point to the fingertips
 PALM = 0.032  # m from the grip point back to the palm
 HAND = np.array([0.034, 0.105])  # m, half-sizes of the palm across and along the slide
-NECK = 0.105  # m from the grip point back to where the wrist begins
+NECK = 0.1  # m from the grip point back to where the wrist begins
 WRIST = 0.055  # m, its radius
 BACK = 0.24  # m from the grip point that are looked at
+FOUND = 12  # grasps are enough for one orientation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def search(body: Vector, around: Vector, ground: float, hands: list[tuple[Rotati
     found: list[Grasp] = []
     middle = (body.min(0) + body.max(0)) / 2
     reach = np.linalg.norm(body - middle, axis=1).max() + BACK
-    around = around[np.linalg.norm(around - middle, axis=1) < reach]
+    around = thinned(around[np.linalg.norm(around - middle, axis=1) < reach], 0.006)
     for rot, dear in hands:
         points, walls = rot.inv().apply(body - middle), rot.inv().apply(around - middle) if len(around) else np.zeros((0, 3))
         floor = rot.inv().apply(UP), ground - middle[2]
@@ -113,13 +114,11 @@ def lowest(rot: Rotation) -> float:
 
 def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> list[tuple[Vector, float, float]]:
     """Candidates for one orientation, in the hand's axes: slab by slab across the fingers, level by level along the approach."""
-    found: list[tuple[Vector, float, float]] = []
+    wanted: list[tuple[float, float, Vector]] = []
     low, high = points.min(0), points.max(0)
     centre = points.mean(0)
     for x in np.unique(np.append(np.arange(low[0] + 0.004, high[0] - 0.003, 0.008), (low[0] + high[0]) / 2)):
         slab = points[np.abs(points[:, 0] - x) < PAD]
-        swath = points[np.abs(points[:, 0] - x) < FINGER]
-        nearby = walls[np.abs(walls[:, 0] - x) < FINGER + slack]
         if len(slab) < 4:
             continue
         first = slab[:, 2].min()  # the end that faces the palm: z points away from it
@@ -129,15 +128,22 @@ def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: f
                 continue
             for left, right in _clusters(np.sort(band[:, 1])):
                 width = right - left
-                if width > OPENING - 0.008:
-                    continue
-                inside = band[(band[:, 1] >= left - 1e-6) & (band[:, 1] <= right + 1e-6)]
-                spare = (OPENING - width) / 2 - 0.004
-                for shift in (0.0, spare / 2, -spare / 2, spare, -spare):
-                    pos = np.array([x, (left + right) / 2 + shift, z])
-                    if not _blocked(pos, swath, points, nearby, walls, floor, slack):
-                        found.append((pos, _cost(pos, inside, width, centre, first, shift), width))
-                        break
+                if width < OPENING - 0.008:
+                    inside = band[(band[:, 1] >= left - 1e-6) & (band[:, 1] <= right + 1e-6)]
+                    pos = np.array([x, (left + right) / 2, z])
+                    wanted.append((_cost(pos, inside, width, centre, first), width, pos))
+    found: list[tuple[Vector, float, float]] = []
+    for cost, width, pos in sorted(wanted, key=lambda candidate: candidate[0]):
+        spare = (OPENING - width) / 2 - 0.004
+        swath = points[np.abs(points[:, 0] - pos[0]) < FINGER]
+        nearby = walls[np.abs(walls[:, 0] - pos[0]) < FINGER + slack]
+        for shift in (0.0, spare / 2, -spare / 2, spare, -spare):
+            aside = pos + np.array([0.0, shift, 0.0])
+            if not _blocked(aside, swath, points, nearby, walls, floor, slack):
+                found.append((aside, cost + 0.2 * abs(shift), width))
+                break
+        if len(found) == FOUND:
+            break
     return found
 
 
@@ -149,7 +155,7 @@ def _clusters(y: Vector) -> list[tuple[float, float]]:
 def _blocked(pos: Vector, swath: Vector, body: Vector, nearby: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> bool:
     """Whether the open hand at `pos` would hit the thing itself, its neighbours or the ground."""
     up, height = floor
-    tip, palm, wrist = pos + [0, 0, TIP], pos - [0, 0, PALM], pos - [0, 0, NECK]
+    tip, palm, wrist = (pos + depth * UP for depth in (TIP, -PALM, -NECK))
     if tip @ up < height + 0.002:
         return True
     if (palm @ up) - np.abs(up[:2]) @ HAND < height or (wrist @ up) - WRIST * np.linalg.norm(up[:2]) < height:
@@ -158,28 +164,40 @@ def _blocked(pos: Vector, swath: Vector, body: Vector, nearby: Vector, walls: Ve
         if len(points):
             off = np.abs(points[:, 1] - pos[1])
             depth = points[:, 2] - pos[2]
-            if ((off > OPENING / 2 - 0.001 - extra) & (off < OPENING / 2 + THICK + extra) & (depth < TIP + extra) & (depth > -BACK)).any():
+            if ((off > OPENING / 2 - 0.001 - extra) & (off < OPENING / 2 + THICK + extra) & (depth < TIP + extra) & (depth > -PALM)).any():
                 return True
     for points in (body, walls):
         if len(points):
             off = points - pos
-            behind = (off[:, 2] < -PALM) & (off[:, 2] > -BACK)
-            if (behind & (np.abs(off[:, 0]) < HAND[0]) & (np.abs(off[:, 1]) < HAND[1])).any():
+            off = off[(off[:, 2] < -PALM) & (off[:, 2] > -BACK)]
+            palm = (np.abs(off[:, 0]) < HAND[0]) & (np.abs(off[:, 1]) < HAND[1]) & (off[:, 2] > -NECK)
+            if (palm | ((off[:, 0] ** 2 + off[:, 1] ** 2 < WRIST**2) & (off[:, 2] <= -NECK))).any():
                 return True
     return False
 
 
-def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: float, shift: float) -> float:
+def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: float) -> float:
     """What speaks against a grasp, in metres: far from the middle, wide, shallow, little under the pads."""
     depth = pos[2] - first
     across = float(np.ptp(inside[:, 0])) if len(inside) else 0.0
     along = float(np.ptp(inside[:, 2])) if len(inside) else 0.0
+    slant = max(_slant(inside, pos[0], side, 0) for side in (1, -1))
+    lean = max(_slant(inside, pos[2] - 0.004, side, 2) for side in (1, -1))
     return float(
         abs(pos[0] - centre[0])
-        + 0.3 * abs(pos[1] - shift - centre[1])
-        + 0.2 * abs(shift)
+        + 0.08 * max(0.0, slant - 0.3)
+        + 0.04 * max(0.0, lean - 0.5)
+        + 0.3 * abs(pos[1] - centre[1])
         + max(0.0, width - 0.066)
-        + 1.0 * max(0.0, 0.022 - depth)
+        + 2.5 * max(0.0, 0.02 - depth)
         + 2.0 * max(0.0, 0.012 - across)
         + 2.0 * max(0.0, 0.012 - along)
     )
+
+
+def _slant(inside: Vector, at: float, side: int, axis: int) -> float:
+    """How much the surface under one pad turns away from it: the fingers would slip along."""
+    before, after = inside[inside[:, axis] < at - 0.003, 1], inside[inside[:, axis] > at + 0.003, 1]
+    if not len(before) or not len(after):
+        return 1.0
+    return float(abs((side * before).max() - (side * after).max()) / PAD)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from vla_eval.types import Vector
 from .arm import shortfall
 from .grasp import OPENING, Grasp, distinct, from_above, from_aside, hits, lowest, search
 from .motion import CLOSE, OPEN, Hand, Move
-from .scene import UP, Scene, top_between
+from .scene import UP, Scene, thinned, top_between
 
 Notes = dict[str, Any]
 Goal = tuple[str, ...]
@@ -76,12 +76,18 @@ def paired(
 ) -> list[tuple[float, Grasp, Stow]]:
     """Good grasps with the poses at the goal that suit them, cheapest first. `pos`, `rot`: where the thing is now."""
     options = []
+    if not stows:
+        return []
+    near_thing = thinned(walls[np.linalg.norm(walls - pos, axis=1) < 0.45])
+    near_goal = thinned(walls[np.linalg.norm(walls - np.mean([stow.pos for stow in stows], axis=0), axis=1) < 0.45])
     for grasp in distinct(grasps, 16):
+        approach = grasp.rot.apply([0, 0, 1])
+        cost = grasp.cost + 0.01 * sum(hits(grasp.pos - back * approach, grasp.rot, near_thing, OPENING) for back in (0.06, 0.12, 0.18))
         for stow in stows:
             end, hand = carried(grasp, stow, pos, rot)
-            touched = min(hits(end + rise * UP, hand, walls, OPENING) + 40 * rise for rise in (0.0, stow.spare))
-            on_the_way = hits(end - 0.06 * stow.way + 0.01 * UP, hand, walls, grasp.width)
-            options.append((grasp.cost + stow.cost + 0.004 * (touched + on_the_way), grasp, stow))
+            touched = min(hits(end + rise * UP, hand, near_goal, OPENING) + 20 * rise for rise in (0.0, stow.spare))
+            on_the_way = sum(hits(end - back * stow.way + 0.01 * UP, hand, near_goal, grasp.width) for back in (0.06, 0.12))
+            options.append((cost + stow.cost + 0.01 * (touched + on_the_way), grasp, stow))
     options = sorted(options, key=lambda option: option[0])[:40]
     if not options:
         return []
@@ -123,14 +129,20 @@ def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[S
                 found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], min(spare, 0.10), cost))
             else:
                 found += _inserted(posed, spot, turned, walls, centre, half, scene.ground, cost)
-    return found
+    above = [stow for stow in found if stow.way[2]]
+    lowest_rest = min((stow.pos[2] for stow in above), default=0.0)
+    return [replace(stow, cost=stow.cost + 0.3 * (stow.pos[2] - lowest_rest)) for stow in above] or found
 
 
 def _spots(centre: Vector, half: Vector, index: int, count: int) -> list[Vector]:
-    """Places [2] for one of `count` things in a region: apart from each other, then a little aside."""
-    longer = np.eye(2)[int(half[1] > half[0])]
-    main = centre[:2] + (longer * max(half[:2]) * 0.55 * (1 - 2 * index / (count - 1)) if count > 1 else 0.0)
-    return [main]
+    """Places [2] for one of `count` things in a region, the best first: apart from each other, as far as the walls allow."""
+    if count == 1:
+        asides = [np.array(axis) * share for share in (0.2, -0.2, 0.4, -0.4) for axis in ((1, 0), (0, 1))]
+        return [centre[:2] + np.minimum(half[:2], 0.08) * aside for aside in [np.zeros(2), *asides]]
+    square = half[:2].max() < 1.3 * half[:2].min()
+    line = np.ones(2) if square else np.eye(2)[int(half[1] > half[0])]  # of a square the diagonal is longest
+    side = 1 - 2 * index / (count - 1)
+    return [centre[:2] + share * side * half[:2] * line for share in (0.5, 0.4, 0.3, 0.2, 0.0)]
 
 
 def _inserted(
@@ -183,7 +195,7 @@ def reach(hand: Hand, grasp: Grasp, walls: Vector) -> list[Move]:
     moves = come(hand, grasp.pos, grasp.rot, walls, OPEN)
     aside = approach[2] > -0.9
     moves += [
-        Move(grasp.pos, rot, OPEN, tol=0.005, turn_tol=0.06, speed=0.5 if aside else 0.7, at_most=40),
+        Move(grasp.pos, rot, OPEN, tol=0.008, turn_tol=0.08, speed=0.5 if aside else 0.7),
         Move(grasp.pos, rot, CLOSE, at_least=GRIP_STEPS, at_most=GRIP_STEPS),
         Move(grasp.pos + LIFT * UP, rot, CLOSE, tol=0.02),
     ]
@@ -200,11 +212,11 @@ def come(hand: Hand, pos: Vector, rot: Rotation, walls: Vector, grip: float, bac
     if hand.pos[2] < high - 0.02:
         moves.append(Move(np.append(hand.pos[:2], high), hand.rot.as_quat(), grip, tol=0.02, turn_tol=9.0))
     if approach[2] < -0.95:
-        moves.append(Move(np.append(pos[:2], max(before[2], min(high, pos[2] + 0.12))), quat, grip, tol=0.015, turn_tol=0.1, at_most=80))
+        moves.append(Move(np.append(pos[:2], high), quat, grip, tol=0.015, turn_tol=0.1))
         return moves
     moves += [
-        Move(np.append(before[:2], high), quat, grip, tol=0.04, turn_tol=0.3, at_most=80),
-        Move(before, quat, grip, tol=0.012, turn_tol=0.1, at_most=50),
+        Move(np.append(before[:2], high), quat, grip, tol=0.04, turn_tol=0.3),
+        Move(before, quat, grip, tol=0.012, turn_tol=0.1),
     ]
     return moves
 
@@ -244,10 +256,10 @@ def place(scene: Scene, hand: Hand, notes: Notes) -> tuple[list[Move], Notes]:
     moves = []
     if pos[2] < high - 0.02:
         moves.append(Move(np.append(hand.pos[:2], hand.pos[2] + high - pos[2]), hand.rot.as_quat(), CLOSE, tol=0.03, turn_tol=9.0))
-    moves.append(Move(*hand_at(np.append(before[:2], high)), CLOSE, tol=0.015, turn_tol=0.15, at_most=90))
+    moves.append(Move(*hand_at(np.append(before[:2], high)), CLOSE, tol=0.015, turn_tol=0.15))
     if not way[2]:
-        moves.append(Move(*hand_at(before), CLOSE, tol=0.01, turn_tol=0.1, speed=0.7, at_most=60))
-    moves.append(Move(*hand_at(end), CLOSE, tol=0.008, turn_tol=0.15, speed=0.7, at_most=60))
+        moves.append(Move(*hand_at(before), CLOSE, tol=0.01, turn_tol=0.1, speed=0.7))
+    moves.append(Move(*hand_at(end), CLOSE, tol=0.012, turn_tol=0.15, speed=0.7))
     moves += release(*hand_at(end), back=0.08 if way[2] else 0.16)
     return moves, _without_hold(notes)
 
@@ -257,8 +269,8 @@ def release(pos: Vector, quat: Vector, back: float) -> list[Move]:
     behind = pos - back * Rotation.from_quat(quat).apply([0, 0, 1])
     return [
         Move(pos, quat, OPEN, at_least=8, at_most=8),
-        Move(behind, quat, OPEN, tol=0.02, turn_tol=9.0, at_most=40),
-        Move(np.append(behind[:2], max(behind[2], pos[2] + 0.10)), quat, OPEN, tol=0.03, turn_tol=9.0, at_most=40),
+        Move(behind, quat, OPEN, tol=0.02, turn_tol=9.0),
+        Move(np.append(behind[:2], max(behind[2], pos[2] + 0.10)), quat, OPEN, tol=0.03, turn_tol=9.0),
     ]
 
 

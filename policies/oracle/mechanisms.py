@@ -8,7 +8,7 @@ from scipy.spatial.transform import Rotation
 from vla_eval.types import Vector
 
 from .arm import shortfall
-from .grasp import TIP, Grasp, distinct, from_above, from_aside, pointing, search
+from .grasp import FINGER, OPENING, THICK, TIP, Grasp, distinct, from_above, from_aside, hits, pointing, search
 from .handling import GRIP_STEPS, UNREACHED, come, release
 from .motion import CLOSE, OPEN, Hand, Move
 from .scene import UP, Scene
@@ -62,7 +62,7 @@ def close_part(scene: Scene, hand: Hand, part: str, attempt: int) -> list[Move]:
         grip = outer - approach * (TIP + 0.004) + 0.004 * UP
     home = joint.near - BEYOND * np.sign(joint.far - joint.near)
     moves = come(hand, grip + 0.03 * away, rot, scene.walls(), CLOSE, back=0.05)
-    moves.append(Move(grip + 0.02 * away, rot.as_quat(), CLOSE, tol=0.012, turn_tol=0.12, at_most=40))
+    moves.append(Move(grip + 0.02 * away, rot.as_quat(), CLOSE, tol=0.012, turn_tol=0.12))
     grasp = Grasp(grip, rot, 0.0, 0.0)
     moves += _along(joint, grasp, home, CLOSE, turning=False)
     pos, quat = moves[-1].pos, moves[-1].rot
@@ -70,23 +70,48 @@ def close_part(scene: Scene, hand: Hand, part: str, attempt: int) -> list[Move]:
     return [*moves, Move(back, quat, CLOSE, tol=0.03, turn_tol=9.0), Move(back + 0.1 * UP, quat, CLOSE, tol=0.03, turn_tol=9.0)]
 
 
-def tow(scene: Scene, hand: Hand, thing: str, goal: Vector) -> list[Move]:
-    """Set closed fingers inside a rim and drag the thing over the table. `goal` [2]: where its origin should come."""
+def push(scene: Scene, hand: Hand, thing: str, goal: Vector) -> list[Move]:
+    """Shove a thing over the table with open fingers, two points that it cannot roll off. `goal` [2]: where its origin should come."""
     pos, _ = scene.place(thing)
-    points = scene.solid(thing)
+    points = scene.solid(thing) - pos
     way = np.append(goal - pos[:2], 0.0)
     ahead = way / max(float(np.linalg.norm(way)), 1e-6)
-    rim = float(((points - pos) @ ahead).max())
-    floor = points[np.linalg.norm(points[:, :2] - pos[:2], axis=1) < 0.4 * rim][:, 2].max()
+    aside = np.cross(UP, ahead)
+    touched = np.abs(np.abs(points @ aside) - (OPENING + THICK) / 2) < FINGER
+    reach = float(-(points[touched] @ ahead).min()) + FINGER
+    rot = pointing(-UP, aside)
+    start = np.append(pos[:2], scene.ground + TIP + 0.004) - (reach + 0.03) * ahead
+    end = start + way + 0.03 * ahead
+    if sum(hits(start + rise * UP, rot, scene.walls(thing), OPENING) for rise in (0.0, 0.08, 0.16)) > 3:
+        return _tow(scene, hand, thing, way)
+    return [
+        *come(hand, start, rot, scene.walls(), OPEN),
+        Move(start, rot.as_quat(), OPEN, tol=0.012, turn_tol=0.1, speed=0.6),
+        Move(end, rot.as_quat(), OPEN, tol=0.006, turn_tol=0.3, speed=0.5),
+        Move(end - 0.03 * ahead, rot.as_quat(), OPEN, tol=0.015, turn_tol=9.0),
+        Move(end - 0.03 * ahead + 0.08 * UP, rot.as_quat(), OPEN, tol=0.03, turn_tol=9.0),
+    ]
+
+
+def _tow(scene: Scene, hand: Hand, thing: str, way: Vector) -> list[Move]:
+    """Press closed fingers into a shallow thing just behind its rim and drag it along: where nothing fits behind it."""
+    pos, _ = scene.place(thing)
+    points = scene.solid(thing) - pos
+    ahead = way / max(float(np.linalg.norm(way)), 1e-6)
+    ray = np.linalg.norm(points - (points @ ahead)[:, None] * ahead - points[:, 2:] * UP, axis=1) < 0.008
+    reach, tops = points[ray] @ ahead, points[ray, 2]
+    floor = float(tops[np.abs(reach) < 0.3 * reach.max()].max())
+    rim = float(reach[(reach > 0) & (tops > floor + 0.006)].min(initial=reach.max()))
     rot = pointing(-UP, np.cross(UP, ahead))
-    start = np.append(pos[:2] + (0.45 * rim) * ahead[:2], floor + TIP + 0.001)
-    touch = 0.75 * rim - 0.45 * rim - 0.012
-    end = start + way + touch * ahead
+    start = pos + (rim - FINGER - 0.008) * ahead + (floor + TIP) * UP
+    end = start + way + 0.008 * ahead - 0.008 * UP
+    quat = rot.as_quat()
     return [
         *come(hand, start, rot, scene.walls(), CLOSE),
-        Move(start, rot.as_quat(), CLOSE, tol=0.006, turn_tol=0.1, speed=0.6),
-        Move(end, rot.as_quat(), CLOSE, tol=0.008, turn_tol=0.3, speed=0.5, at_most=90),
-        Move(end + 0.1 * UP, rot.as_quat(), CLOSE, tol=0.03, turn_tol=9.0),
+        Move(start, quat, CLOSE, tol=0.006, turn_tol=0.1, speed=0.6),
+        Move(start - 0.008 * UP, quat, CLOSE, at_least=3, at_most=4),
+        Move(end, quat, CLOSE, tol=0.008, turn_tol=0.3, speed=0.4),
+        Move(end + 0.1 * UP, quat, CLOSE, tol=0.03, turn_tol=9.0),
     ]
 
 
@@ -136,7 +161,7 @@ def _take(hand: Hand, grasp: Grasp, scene: Scene) -> list[Move]:
     quat = grasp.rot.as_quat()
     return [
         *come(hand, grasp.pos, grasp.rot, scene.walls(), OPEN),
-        Move(grasp.pos, quat, OPEN, tol=0.006, turn_tol=0.08, speed=0.6, at_most=40),
+        Move(grasp.pos, quat, OPEN, tol=0.006, turn_tol=0.08, speed=0.6),
         Move(grasp.pos, quat, CLOSE, at_least=GRIP_STEPS, at_most=GRIP_STEPS),
     ]
 

@@ -6,7 +6,7 @@ from where the hand is. That is simple enough to predict: a chunk is planned aga
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import msgpack
@@ -20,6 +20,7 @@ STIFFNESS = np.sqrt(150.0)  # 1/s, the controller's natural frequency (kp = 150)
 REACH = np.array([0.05, 0.5])  # m and rad that an action of 1 asks for
 TURN_LIMIT = 0.5  # of an action: faster turns shake what the hand holds
 GAIN, DAMPING = 2.0, 0.06  # puts both poles of the sampled loop near 0.35: no overshoot
+EXACT = 0.0125  # m
 OPEN, CLOSE = -1.0, 1.0
 
 
@@ -34,7 +35,7 @@ class Move:
     tol: float = 0.01  # m
     turn_tol: float = 0.12  # rad
     at_least: int = 0  # steps: time for the fingers
-    at_most: int = 60
+    at_most: int = 0  # steps; 0: as the way's length suggests
     until: tuple[str, float, float] | None = None  # joint, sign, value: over when sign * q > sign * value
 
 
@@ -44,6 +45,7 @@ class Memory:
 
     moves: tuple[Move, ...] = ()
     spent: int = 0  # steps in the first of them
+    origin: Vector = field(default_factory=lambda: np.zeros(3))  # [3] where that move began
     expected: Vector = field(default_factory=lambda: np.zeros(0))  # [3] where the hand should be now; empty at the start
     velocity: Vector = field(default_factory=lambda: np.zeros(6))  # m/s, rad/s
     lag: Vector = field(default_factory=lambda: np.zeros(3))  # m, integral of what the spring leaves
@@ -54,17 +56,18 @@ class Memory:
             [*m.pos.tolist(), *m.rot.tolist(), m.grip, m.speed, m.tol, m.turn_tol, m.at_least, m.at_most, list(m.until or ())]
             for m in self.moves
         ]
-        arrays = [self.expected.tolist(), self.velocity.tolist(), self.lag.tolist()]
+        arrays = [self.origin.tolist(), self.expected.tolist(), self.velocity.tolist(), self.lag.tolist()]
         return bytes(msgpack.packb([moves, self.spent, *arrays, self.notes]))
 
     @classmethod
     def unpack(cls, data: bytes | None) -> Self:
         if data is None:
             return cls()
-        moves, spent, expected, velocity, lag, notes = msgpack.unpackb(data)
+        moves, spent, origin, expected, velocity, lag, notes = msgpack.unpackb(data)
         return cls(
             tuple(_move(numbers) for numbers in moves),
             spent,
+            np.array(origin),
             np.array(expected),
             np.array(velocity),
             np.array(lag),
@@ -87,24 +90,42 @@ class Hand:
     velocity: Vector  # [6] m/s, rad/s
 
 
+def timed(moves: list[Move], hand: Hand) -> list[Move]:
+    """The same moves, each with a limit that fits its length, so that an obstacle costs no more than it must."""
+    limited = []
+    for move in moves:
+        way, turn = error(hand, move)
+        needed = np.abs(way).max() / (0.013 * move.speed) + np.linalg.norm(turn) / 0.06
+        limited.append(replace(move, at_most=move.at_most or 14 + int(1.3 * needed)))
+        hand = Hand(move.pos, Rotation.from_quat(move.rot), hand.velocity)
+    return limited
+
+
 def error(hand: Hand, move: Move) -> tuple[Vector, Vector]:
     """What is missing: metres and a rotation vector, both in the world frame."""
     return move.pos - hand.pos, (Rotation.from_quat(move.rot) * hand.rot.inv()).as_rotvec()
 
 
-def arrived(hand: Hand, move: Move, spent: int) -> bool:
+def arrived(hand: Hand, move: Move, spent: int, seen: bool) -> bool:
+    """Whether the move is over. Where it must be exact, only a hand that was `seen` counts, not a predicted one."""
     if spent >= move.at_most:
         return True
+    if not seen and move.tol < EXACT:
+        return False
     way, turn = error(hand, move)
     return bool(spent >= move.at_least and np.linalg.norm(way) < move.tol and np.linalg.norm(turn) < move.turn_tol)
 
 
-def action(hand: Hand, move: Move, lag: Vector) -> Vector:
-    """[7] one action towards the move's end."""
+def action(hand: Hand, move: Move, lag: Vector, origin: Vector) -> Vector:
+    """[7] one action towards the move's end, along the straight line from `origin`: back to the line first, however far the end is."""
     way, turn = error(hand, move)
-    shift = (GAIN * (way + lag) - DAMPING * hand.velocity[:3]) / REACH[0]
+    line = move.pos - origin
+    length = float(np.linalg.norm(line))
+    along = (way @ line) / length**2 * line if length > 0.02 else way
+    forward = _capped((GAIN * along - DAMPING * hand.velocity[:3]) / REACH[0], move.speed)
+    shift = forward + GAIN * (way - along + lag) / REACH[0]
     spin = (GAIN * turn - DAMPING * hand.velocity[3:]) / REACH[1]
-    return np.concatenate([_capped(shift, move.speed), _capped(spin, TURN_LIMIT), [move.grip]])
+    return np.concatenate([_capped(shift, 1.0), _capped(spin, TURN_LIMIT), [move.grip]])
 
 
 def after(hand: Hand, command: Vector) -> Hand:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from .grasp import OPENING
 from .handling import Goal, Notes, grasped, pick, place
-from .mechanisms import close_part, open_part, tow, turn_part
+from .mechanisms import close_part, open_part, push, turn_part
 from .motion import OPEN, Hand, Move
 from .scene import Scene
 
+FLAT = 0.0  # m: what is no higher and too wide for the fingers is dragged, not lifted
 AJAR = 0.75  # of its range: a drawer that far out takes things
 
 
@@ -55,11 +57,9 @@ def attempt(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Mo
         if predicate == "in" and part is not None and not _ajar(scene, part):
             moves = open_part(scene, hand, part, count, base)
             return (moves, counted) if moves else None
-        picked = pick(scene, hand, goal, notes)
-        if picked is None and predicate == "on" and goal[2] in scene.truth["regions"]:
-            moves = tow(scene, hand, subject, scene.box(goal[2])[0][:2])
-            return moves, counted
-        return picked
+        if predicate == "on" and goal[2] in scene.truth["regions"] and _flat(scene, subject):
+            return push(scene, hand, subject, scene.box(goal[2])[0][:2]), counted
+        return pick(scene, hand, goal, notes)
     if part is None:
         return None
     if predicate == "open":
@@ -74,3 +74,8 @@ def attempt(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Mo
 def _ajar(scene: Scene, part: str) -> bool:
     q, low, high = (float(scene.truth["joints"][part][i]) for i in (0, 7, 8))
     return abs(q) > AJAR * max(abs(low), abs(high))
+
+
+def _flat(scene: Scene, thing: str) -> bool:
+    size = np.ptp(scene.corners(thing), axis=0)
+    return bool(size[2] < FLAT and size[:2].min() > OPENING)

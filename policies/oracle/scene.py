@@ -93,6 +93,13 @@ def _distance_to_segment(points: Vector, start: Vector, end: Vector) -> Vector:
     return np.asarray(np.linalg.norm(points - start - share[:, None] * way, axis=1))
 
 
+def thinned(points: Vector, cell: float = 0.008) -> Vector:
+    """One point for each cell that has any."""
+    keys = np.floor(points / cell).astype(np.int64) + 4096
+    _, first = np.unique((keys[:, 0] << 26) | (keys[:, 1] << 13) | keys[:, 2], return_index=True)
+    return points[first]
+
+
 @cache  # of a few hundred shapes at most: what LIBERO has
 def filled(shape: bytes) -> Vector:
     """[N, 3] points on a grid inside the convex pieces of a shape ([M, 4] float32, the last column numbers the piece), corners included."""
