@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
@@ -124,7 +125,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source / name)
     sdist = build(source, "sdist", folder / "dist")
     shutil.rmtree(source)
-    shutil.unpack_archive(sdist, folder / "unpacked", filter="data")
+    with tarfile.open(sdist) as archive:  # Debian's Python 3.11.2 knows no filter yet, later ones warn without
+        archive.extractall(folder / "unpacked", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     (unpacked,) = (folder / "unpacked").iterdir()
     built = build(unpacked, "wheel", folder / "dist")
     shutil.rmtree(unpacked)
