@@ -238,11 +238,6 @@ def text_rotary(layout: Layout, position: NDArray[np.int64]) -> NDArray[np.float
     return np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
 
 
-def position_ids(batch: int, length: int) -> NDArray[np.int32]:
-    """[B, S] rows of the rotary table: the engine flattens it over the batch, so row b begins at b·S."""
-    return np.arange(batch * length, dtype=np.int32).reshape(batch, length)
-
-
 # --- the robot's numbers ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,10 +20,11 @@ from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
 
+from ..components import position_ids
 from . import network
 from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, not_needed, read_architecture, read_geometry
 from .contract import MERGE, Contract, from_checkpoint, parse
-from .processor import Layout, Tokens, position_ids, positions, seen_grid, text_rotary, vision_tables
+from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
 from .tables import action_time_bias, adanorm_modulation, buckets
 
 COMPONENTS = ("visual", "vl_backbone", "action")

@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.engines.bundle import Bundle
-from vla_eval.engines.engine import Engine, Tensor, load_engine, to_host
-from vla_eval.types import BadRequest, ContractMismatch, InvalidObservation, TensorSpec, Vector, VlaEvalError
+from vla_eval.engines.engine import Engine, Tensor, to_host
+from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
+from ..components import Buffer, Components, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
 from .contract import MERGE
-from .processor import Layout, position_ids, prompt_rotary, vision_tables
+from .processor import Layout, prompt_rotary, vision_tables
 
 COMPONENTS = ("visual", "vl_backbone", "action")
 DEEPSTACK = 3  # features of earlier vision blocks, added to the outputs of the first text layers
@@ -63,16 +64,15 @@ class Gr00tRuntime:
         self._modulation = action.tensors(f"adanorm_modulation.{self.steps}.safetensors")["adanorm_modulation"]
         self._time_bias = action.tensors(f"action_time_bias.{self.steps}.safetensors")["action_time_bias"]
         (self._embedding,) = bundle.component("vl_backbone").tensors("embed_tokens.safetensors").values()
-        self._engines = {name: load_engine(bundle.component(name), backend) for name in COMPONENTS} if engines is None else dict(engines)
-        self.about = {name: dict(engine.about) for name, engine in self._engines.items()}
-        self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self._engines.items()}
-        embeds = self._spec("vl_backbone", "inputs_embeds")
-        self.hidden = _most(embeds.shape[2])
-        self.most_tokens = _most(embeds.shape[1])
-        noise = self._spec("action", "noise_trajectory")
-        self.horizon, self.width = _most(noise.shape[1]), _most(noise.shape[2])
-        self.state_width = _most(self._spec("action", "state").shape[2])
-        self._buffers = [np.empty(0, np.dtype(embeds.dtype)) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
+        self._call = Components(bundle, COMPONENTS, backend, engines)
+        self.about = self._call.about
+        embeds = self._call.spec("vl_backbone", "inputs_embeds")
+        self.hidden = most(embeds.shape[2])
+        self.most_tokens = most(embeds.shape[1])
+        noise = self._call.spec("action", "noise_trajectory")
+        self.horizon, self.width = most(noise.shape[1]), most(noise.shape[2])
+        self.state_width = most(self._call.spec("action", "state").shape[2])
+        self._buffers = [Buffer(self.hidden, embeds.dtype) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
 
     def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:
         """A chunk for each row. Rows of one length share a batch, short batches are filled with copies.
@@ -121,7 +121,7 @@ class Gr00tRuntime:
         """Cross-attention keys and values, and the two masks: everything that stays bound during the loop."""
         ids = np.stack([row.token_ids for row in rows])  # [B, S]
         image = ids == self.layout.image_token
-        embeds, *deepstack = (self._buffer(i, ids.shape) for i in range(1 + DEEPSTACK))
+        embeds, *deepstack = (buffer.shaped(*ids.shape) for buffer in self._buffers)
         embeds[:] = self._embedding[ids]
         embeds[image] = features[0]
         for into, feature in zip(deepstack, features[1:], strict=True):
@@ -147,27 +147,6 @@ class Gr00tRuntime:
             ]
 
         return integrate(velocity, np.stack([row.noise for row in rows]), self.steps, 1.0 / self.steps)  # time runs from noise to data
-
-    def _call(self, component: str, **tensors: Tensor) -> dict[str, Tensor]:
-        specs = self._specs[component]
-        if set(specs) != set(tensors):
-            raise ContractMismatch(
-                f"component {component!r} takes {', '.join(sorted(specs))}; this runtime offers {', '.join(sorted(tensors))}. "
-                "Export the checkpoint again with this version"
-            )
-        return self._engines[component](**{name: _cast(tensor, specs[name]) for name, tensor in tensors.items()})
-
-    def _buffer(self, which: int, shape: tuple[int, ...]) -> Vector:
-        """[B, S, hidden], contiguous, in memory that is allocated once and only grows."""
-        size = int(np.prod(shape)) * self.hidden
-        if self._buffers[which].size < size:
-            self._buffers[which] = np.empty(size, self._buffers[which].dtype)
-        return self._buffers[which][:size].reshape(*shape, self.hidden)
-
-    def _spec(self, component: str, name: str) -> TensorSpec:
-        if name not in self._specs[component]:
-            raise ContractMismatch(f"component {component!r} has no input {name!r}; export the checkpoint again with this version")
-        return self._specs[component][name]
 
     def _check(self, row: Inputs) -> None:
         image = row.token_ids == self.layout.image_token
@@ -204,11 +183,3 @@ def _first_broken(features: Sequence[Vector], context: Mapping[str, Tensor]) -> 
     if not all(np.isfinite(feature).all() for feature in features):
         return "visual"
     return "action" if all(np.isfinite(to_host(tensor)).all() for tensor in context.values()) else "vl_backbone"
-
-
-def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
-
-
-def _most(axis: int | tuple[int, int, int]) -> int:
-    return axis if isinstance(axis, int) else axis[2]

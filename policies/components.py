@@ -1,0 +1,67 @@
+"""The engines of a bundle as a runtime calls them: checked by name, each given tensors in its own types. B rows, S tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.engines.bundle import Bundle
+from vla_eval.engines.engine import Engine, Tensor, load_engine
+from vla_eval.types import ContractMismatch, TensorSpec, Vector
+
+
+class Components:
+    """A bundle's components, loaded; `engines` replaces loading them."""
+
+    def __init__(self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None) -> None:
+        """Raises BadRequest for a component that is missing or that the backend cannot run."""
+        self._engines = {name: load_engine(bundle.component(name), backend) for name in names} if engines is None else dict(engines)
+        self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self._engines.items()}
+        self.about = {name: dict(engine.about) for name, engine in self._engines.items()}
+
+    def __call__(self, component: str, **tensors: Tensor) -> dict[str, Tensor]:
+        """What the component makes of these tensors. Raises ContractMismatch where the engine takes others."""
+        specs = self._specs[component]
+        if set(specs) != set(tensors):
+            raise ContractMismatch(
+                f"component {component!r} takes {', '.join(sorted(specs))}; this runtime offers {', '.join(sorted(tensors))}. "
+                "Export the checkpoint again with this version"
+            )
+        return self._engines[component](**{name: _cast(tensor, specs[name]) for name, tensor in tensors.items()})
+
+    def spec(self, component: str, name: str) -> TensorSpec:
+        """An input of a component. Raises ContractMismatch if it has none of that name."""
+        if name not in self._specs[component]:
+            raise ContractMismatch(f"component {component!r} has no input {name!r}; export the checkpoint again with this version")
+        return self._specs[component][name]
+
+
+class Buffer:
+    """Memory for tensors [..., width] that is allocated once and only grows."""
+
+    def __init__(self, width: int, dtype: str) -> None:
+        self._width = width
+        self._memory = np.empty(0, np.dtype(dtype))
+
+    def shaped(self, *shape: int) -> Vector:
+        """[*shape, width], contiguous; what it held before is still in it."""
+        size = int(np.prod(shape)) * self._width
+        if self._memory.size < size:
+            self._memory = np.empty(size, self._memory.dtype)
+        return self._memory[:size].reshape(*shape, self._width)
+
+
+def most(axis: int | tuple[int, int, int]) -> int:
+    """The largest length of an axis of a TensorSpec."""
+    return axis if isinstance(axis, int) else axis[2]
+
+
+def position_ids(batch: int, length: int) -> NDArray[np.int32]:
+    """[B, S] rows of the rotary table: the engine flattens it over the batch, so row b begins at b·S."""
+    return np.arange(batch * length, dtype=np.int32).reshape(batch, length)
+
+
+def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
+    return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
