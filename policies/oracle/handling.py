@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ CLEAR = 0.03  # m between what moves and what it passes over
 GRIP_STEPS = 10  # the fingers need eight from open to closed
 LIFT = 0.10
 UNREACHED = 5.0  # what a missing metre of reach weighs against a metre of anything else
+STOWS = 24  # poses at the goal are enough
 GAP = 0.006  # m above where a thing would rest: it is let go there
 WAYS = np.array([[0.0, 0, -1], [1, 0, 0], [0, 1, 0], [0, -1, 0], [-1, 0, 0]])  # into a place: from above, else level
 
@@ -115,23 +116,33 @@ def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[S
         centre, half = scene.place(target)[0], np.full(3, 0.02)
     sharing = [other for other in scene.truth["goal"] if other[0] == goal[0] and other[-1] == target]
     spots = _spots(centre, half, sharing.index(goal), len(sharing))
+    turns = _turns(rot.apply(own))
     found: list[Stow] = []
     for spot in spots:
-        for turn in np.deg2rad([0, 45, -45, 90, -90, 135, -135, 180]):
+        for turn in turns:
             turned = Rotation.from_euler("z", turn) * rot
-            posed = turned.apply(own) + np.append(spot, 0.0)
-            cost = 0.01 * abs(turn) + 0.3 * float(np.linalg.norm(spot - spots[0]))
-            rest = rest_height(posed, walls, scene.ground)
-            if goal[0] == "on":
-                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], 0.03, cost + 0.3 * max(0.0, rest - centre[2] - 0.1)))
-            elif rest < centre[2] + half[2] - 0.015:
-                spare = max(0.0, centre[2] + half[2] - 0.015 - rest - GAP)
-                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], min(spare, 0.10), cost))
-            else:
-                found += _inserted(posed, spot, turned, walls, centre, half, scene.ground, cost)
-    above = [stow for stow in found if stow.way[2]]
-    lowest_rest = min((stow.pos[2] for stow in above), default=0.0)
-    return [replace(stow, cost=stow.cost + 0.3 * (stow.pos[2] - lowest_rest)) for stow in above] or found
+            rest = rest_height(turned.apply(own) + np.append(spot, 0.0), walls, scene.ground)
+            cost = 0.01 * abs(turn) + 0.3 * float(np.linalg.norm(spot - spots[0])) + 2.0 * rest
+            spare = 0.03 if goal[0] == "on" else centre[2] + half[2] - 0.015 - rest - GAP
+            if spare > -GAP:
+                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], float(np.clip(spare, 0.0, 0.10)), cost))
+    if not found:
+        below = walls[walls[:, 2] < centre[2]]
+        for turn in turns:
+            turned = Rotation.from_euler("z", turn) * rot
+            found += _inserted(turned.apply(own) + np.append(spots[0], 0.0), spots[0], turned, walls, below, scene.ground, 0.01 * abs(turn))
+    return sorted(found, key=lambda stow: stow.cost)[:STOWS]
+
+
+def _turns(points: Vector) -> list[float]:
+    """Turns about the vertical worth trying: none, those that lay a long thing along the axes of the world, and halves."""
+
+    def area(angle: float) -> float:
+        return float(np.prod(np.ptp(Rotation.from_euler("z", angle).apply(points)[:, :2], axis=0)))
+
+    straight = min(np.deg2rad(np.arange(-45, 45, 5)), key=area)
+    turns = [0.0, *(straight + np.deg2rad([0, 90, -90, 180])), *np.deg2rad([45, -45, 90, -90])]
+    return [float((turn + np.pi) % (2 * np.pi) - np.pi) for turn in turns]
 
 
 def _spots(centre: Vector, half: Vector, index: int, count: int) -> list[Vector]:
@@ -145,19 +156,15 @@ def _spots(centre: Vector, half: Vector, index: int, count: int) -> list[Vector]
     return [centre[:2] + share * side * half[:2] * line for share in (0.5, 0.4, 0.3, 0.2, 0.0)]
 
 
-def _inserted(
-    posed: Vector, spot: Vector, rot: Rotation, walls: Vector, centre: Vector, half: Vector, ground: float, cost: float
-) -> list[Stow]:
-    """Under a roof: rest on what lies below the region's middle, come in level from where nothing stands."""
-    below = walls[walls[:, 2] < centre[2]]
+def _inserted(posed: Vector, spot: Vector, rot: Rotation, walls: Vector, below: Vector, ground: float, cost: float) -> list[Stow]:
+    """Under a roof: rest on what lies `below` the region's middle, come in level from where nothing stands."""
     rest = rest_height(posed, below, ground)
     end = np.append(spot, rest + GAP)
     found = []
     for way in WAYS[1:]:
-        steps = np.arange(0.0, 0.36, 0.02)
-        body = np.concatenate([posed + (rest + GAP + 0.004) * UP - step * way for step in steps])
-        touched = _overlap(body, walls)
-        found.append(Stow(end, rot, way, 0.0, cost + 0.02 + 0.002 * touched))
+        steps = np.arange(0.0, 0.32, 0.03)
+        body = np.concatenate([thinned(posed) + (rest + GAP + 0.004) * UP - step * way for step in steps])
+        found.append(Stow(end, rot, way, 0.0, cost + 0.02 + 0.002 * _overlap(body, walls)))
     return found
 
 

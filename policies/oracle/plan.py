@@ -11,6 +11,8 @@ from .motion import OPEN, Hand, Move
 from .scene import Scene
 
 FLAT = 0.0  # m: what is no higher and too wide for the fingers is dragged, not lifted
+BULKY = 0.09  # m: what is wider fills a drawer
+WIDE = 0.97  # of its range: how far a drawer must be out for that
 AJAR = 0.75  # of its range: a drawer that far out takes things
 
 
@@ -54,7 +56,7 @@ def attempt(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Mo
     moves: list[Move] | None = None
     base = np.array(notes["base"])
     if predicate in ("on", "in"):
-        if predicate == "in" and part is not None and not _ajar(scene, part):
+        if predicate == "in" and part is not None and not _ajar(scene, part, WIDE if _bulky(scene, subject) else AJAR):
             moves = open_part(scene, hand, part, count, base)
             return (moves, counted) if moves else None
         if predicate == "on" and goal[2] in scene.truth["regions"] and _flat(scene, subject):
@@ -71,11 +73,15 @@ def attempt(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Mo
     return (moves, counted) if moves else None
 
 
-def _ajar(scene: Scene, part: str) -> bool:
+def _ajar(scene: Scene, part: str, share: float) -> bool:
     q, low, high = (float(scene.truth["joints"][part][i]) for i in (0, 7, 8))
-    return abs(q) > AJAR * max(abs(low), abs(high))
+    return abs(q) > share * max(abs(low), abs(high))
 
 
 def _flat(scene: Scene, thing: str) -> bool:
     size = np.ptp(scene.corners(thing), axis=0)
     return bool(size[2] < FLAT and size[:2].min() > OPENING)
+
+
+def _bulky(scene: Scene, thing: str) -> bool:
+    return bool(np.ptp(scene.corners(thing), axis=0)[:2].min() > BULKY)
