@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.engines.bundle import Bundle
-from vla_eval.engines.engine import Engine, Tensor, load_engine
+from vla_eval.engines.engine import Engine, Tensor, load_engines
 from vla_eval.types import ContractMismatch, TensorSpec, Vector
+
+if TYPE_CHECKING:
+    from vla_eval.engines.trt_run import TrtEngine
 
 
 class Components:
@@ -17,9 +21,9 @@ class Components:
 
     def __init__(self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None) -> None:
         """Raises BadRequest for a component that is missing or that the backend cannot run."""
-        self._engines = {name: load_engine(bundle.component(name), backend) for name in names} if engines is None else dict(engines)
-        self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self._engines.items()}
-        self.about = {name: dict(engine.about) for name, engine in self._engines.items()}
+        self.engines = load_engines([bundle.component(name) for name in names], backend) if engines is None else dict(engines)
+        self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self.engines.items()}
+        self.about = {name: dict(engine.about) for name, engine in self.engines.items()}
 
     def __call__(self, component: str, **tensors: Tensor) -> dict[str, Tensor]:
         """What the component makes of these tensors. Raises ContractMismatch where the engine takes others."""
@@ -29,7 +33,14 @@ class Components:
                 f"component {component!r} takes {', '.join(sorted(specs))}; this runtime offers {', '.join(sorted(tensors))}. "
                 "Export the checkpoint again with this version"
             )
-        return self._engines[component](**{name: _cast(tensor, specs[name]) for name, tensor in tensors.items()})
+        return self.engines[component](**{name: _cast(tensor, specs[name]) for name, tensor in tensors.items()})
+
+    @property
+    def plans(self) -> Mapping[str, TrtEngine] | None:
+        """The engines where TensorRT runs every one of them, in one stream: a request can then stay on the card."""
+        if {about["backend"] for about in self.about.values()} - {"tensorrt", "tensorrt_rtx"}:
+            return None
+        return cast("Mapping[str, TrtEngine]", self.engines)
 
     def spec(self, component: str, name: str) -> TensorSpec:
         """An input of a component. Raises ContractMismatch if it has none of that name."""

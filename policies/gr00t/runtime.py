@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ from ..components import Buffer, Components, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
 from .contract import MERGE
 from .processor import Layout, prompt_rotary, vision_tables
+
+if TYPE_CHECKING:
+    from .device import Gr00tOnDevice
 
 COMPONENTS = ("visual", "vl_backbone", "action")
 DEEPSTACK = 3  # features of earlier vision blocks, added to the outputs of the first text layers
@@ -72,6 +76,11 @@ class Gr00tRuntime:
         noise = self._call.spec("action", "noise_trajectory")
         self.horizon, self.width = most(noise.shape[1]), most(noise.shape[2])
         self.state_width = most(self._call.spec("action", "state").shape[2])
+        self._device: Gr00tOnDevice | None = None
+        if (plans := self._call.plans) is not None:
+            from .device import Gr00tOnDevice
+
+            self._device = Gr00tOnDevice(plans, self.layout, self.batch, self._embedding, self._modulation, self._time_bias)
         self._buffers = [Buffer(self.hidden, embeds.dtype) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
 
     def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:
@@ -89,6 +98,8 @@ class Gr00tRuntime:
         return [answers[i] for i in range(len(rows))]
 
     def _run(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], Mapping[str, float]]:
+        if self._device is not None:
+            return self._run_on_device(self._device, rows)
         watch = Stopwatch()
         with watch.stage("visual"):
             features = self._visual(rows)
@@ -97,11 +108,14 @@ class Gr00tRuntime:
         with watch.stage("denoise"):
             chunks = self._denoise(rows, context)
         if not np.isfinite(chunks).all():
-            raise VlaEvalError(
-                f"component {_first_broken(features, context)!r} gave NaN or infinity; compare the bundle with `vla-eval verify`, "
-                "and export it in fp32 or bf16 if it is fp16"
-            )
+            raise _broken(features, context)
         return chunks, watch.seconds
+
+    def _run_on_device(self, device: Gr00tOnDevice, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], Mapping[str, float]]:
+        chunks, seconds, body = device(rows)
+        if not np.isfinite(chunks).all():
+            raise _broken([to_host(feature) for feature in body.visual.outputs.values()], body.backbone.outputs)
+        return chunks, seconds
 
     def _visual(self, rows: Sequence[Inputs]) -> list[Vector]:
         """The merged features [B·V·P/4, hidden] and the DeepStack features, of the same shape each."""
@@ -176,6 +190,13 @@ class Gr00tRuntime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
+
+
+def _broken(features: Sequence[Vector], context: Mapping[str, Tensor]) -> VlaEvalError:
+    return VlaEvalError(
+        f"component {_first_broken(features, context)!r} gave NaN or infinity; compare the bundle with `vla-eval verify`, "
+        "and export it in fp32 or bf16 if it is fp16"
+    )
 
 
 def _first_broken(features: Sequence[Vector], context: Mapping[str, Tensor]) -> str:

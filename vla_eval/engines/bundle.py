@@ -180,7 +180,7 @@ def impostor(path: Path) -> str | None:
         return "an empty file"
     if head.startswith(b"version https://git-lfs"):
         return "a large-file pointer, not the file itself: fetch it with git lfs or hf download"
-    if head[:1] == b"<":
+    if head.lower().startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):  # weights may begin with the byte of "<"
         return "a web page saved under that name"
     if path.suffix == ".engine" and head.startswith(b"\x08"):
         return "an ONNX graph, not a plan: build it with vla-eval build"
@@ -239,7 +239,7 @@ class Stage:
         }
         config = {
             "component": component, **self.identity.stamp(), "optimization_profile": profile,
-            "tensor_contract": {"inputs": _contract(inputs), "outputs": _contract(outputs)},
+            "tensor_contract": {"inputs": contract(inputs), "outputs": contract(outputs)},
             "builder_config": builder_config, "options": self.identity.options, "artifacts": artifacts,
         }  # fmt: skip
         _write_json(self.file(component, "config.json"), config)
@@ -280,7 +280,7 @@ def staged(out: str | os.PathLike[str], identity: Identity, policy: Mapping[str,
         (staging / where).parent.mkdir(exist_ok=True)
         _write_json(staging / where, stamped)
         for name in (*stage.order, where):
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (staging / name).replace(folder / name)
     finally:
         shutil.rmtree(staging)
@@ -346,11 +346,18 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _contract(values: Mapping[str, Value]) -> dict[str, Any]:
+def contract(values: Mapping[str, Value]) -> dict[str, Any]:
+    """One side of a drawn graph as `tensor_contract` states it."""
+
     def axes(value: Value) -> list[Any]:
         return [{"axis": n.name, **{end: getattr(n, end) for end in ENDS}} if isinstance(n, Axis) else n for n in value.shape]
 
     return {name: {"dtype": value.dtype, "rank": len(value.shape), "axes": axes(value)} for name, value in values.items()}
+
+
+def digest_of(data: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,7 +13,8 @@ from ..types import BadRequest, TensorSpec, Vector
 if TYPE_CHECKING:
     from .bundle import Component
 
-BACKENDS = ("onnxruntime",)  # in the order in which `auto` tries them
+BACKENDS = ("tensorrt", "onnxruntime")  # in the order in which `auto` tries them
+_log = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -42,15 +44,42 @@ class Engine(Protocol):
 
 
 def load_engine(component: Component, backend: str = "auto") -> Engine:
-    """The engine that runs this component here.
+    """The engine that runs this component here, as `load_engines` picks it."""
+    return load_engines([component], backend)[component.name]
 
-    Raises BadRequest for an unknown backend, and for a component whose precision the backend cannot run.
+
+def load_engines(components: Iterable[Component], backend: str = "auto") -> dict[str, Engine]:
+    """What runs these components here, all in one way: on TensorRT in one stream of one card.
+
+    `auto` takes TensorRT where every component has a plan and a GPU answers. Raises BadRequest for an unknown backend, for a component
+    whose precision the backend cannot run, and for a plan that is missing or does not fit.
     """
+    components = list(components)
     if backend not in ("auto", *BACKENDS):
         raise BadRequest(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
+    if backend == "auto":
+        backend = _best(components)
+    if backend == "tensorrt":
+        from .card import Card
+        from .trt_run import TrtEngine
+
+        card = Card()
+        return {component.name: TrtEngine(component, card) for component in components}
     from .ort import OrtEngine
 
-    return OrtEngine(component)
+    return {component.name: OrtEngine(component) for component in components}
+
+
+def _best(components: Sequence[Component]) -> str:
+    """TensorRT where there are plans and a GPU; said where there are plans and none."""
+    if not all(any(component.folder.glob("*.engine")) for component in components):
+        return "onnxruntime"
+    from .trt_build import ANY_CARD, card_here
+
+    if card_here() != ANY_CARD:
+        return "tensorrt"
+    _log.warning("%s has TensorRT plans, but no GPU answers here: running its graphs on the CPU", components[0].folder.parent)
+    return "onnxruntime"
 
 
 def to_host(tensor: Tensor) -> Vector:

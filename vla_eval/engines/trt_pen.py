@@ -11,7 +11,7 @@ from ..types import Vector
 from . import trt
 from .graph import HIDDEN, NUMPY, Axis, DType, Shape, Stored, Value, attention_by_parts, broadcast, narrowed, reshaped, total
 
-_TYPES: dict[DType, str] = {
+TYPES: dict[DType, str] = {
     "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64", "bool": "BOOL",
 }  # fmt: skip
 FUSED_WIDTHS = 8  # the attention layer takes head widths that are multiples of this
@@ -205,7 +205,7 @@ class TrtPen:
     # below: how a stroke becomes layers
 
     def _type(self, dtype: DType) -> Any:
-        return getattr(self._api.DataType, _TYPES[dtype])
+        return getattr(self._api.DataType, TYPES[dtype])
 
     def _layer(self, layer: Any, dtype: DType, shape: Shape) -> Value:
         assert layer is not None, f"TensorRT refused a layer that should be {dtype} {shape}; its log says why"

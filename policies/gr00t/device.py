@@ -1,0 +1,192 @@
+"""A GR00T request on the GPU, from pinned pictures to the chunk, as one CUDA graph. B rows, V views, P patches a view, S tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.engines.card import Buffer, Card
+from vla_eval.engines.trt_run import Requests, TrtEngine
+from vla_eval.types import ContractMismatch, Vector
+
+from ..components import most, position_ids
+from .processor import Layout, prompt_rotary, vision_tables
+
+if TYPE_CHECKING:
+    from .runtime import Inputs
+
+
+class Shape(NamedTuple):
+    """What a captured request is good for."""
+
+    tokens: int
+    patches: int  # of a row, all views
+    grid: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Constants of the loop on the card, one row a step, and the token table."""
+
+    embedding: Buffer  # [N, hidden]
+    modulation: Sequence[Buffer]
+    time_bias: Sequence[Buffer]
+
+
+class Gr00tOnDevice:
+    """All three engines in one stream. Shapes that come again are replayed."""
+
+    def __init__(
+        self, engines: Mapping[str, TrtEngine], layout: Layout, batch: int, embedding: Vector, modulation: Vector, time_bias: Vector
+    ) -> None:
+        self.card: Card = engines["visual"].card
+        assert all(engine.card is self.card for engine in engines.values())
+        self._engines, self._layout, self._batch = engines, layout, batch
+        rows = [[self.card.load(step) for step in table] for table in (modulation, time_bias)]
+        self._tables = Tables(self.card.load(embedding), *rows)
+        self.requests = Requests(self.card, self._make)
+
+    def __call__(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], dict[str, float], Gr00tBody]:
+        """[B, 40, 132] and the seconds of each stage. The body's buffers hold everything in between, until the next request."""
+        shape = Shape(rows[0].token_ids.size, len(rows[0].patches), rows[0].grid)
+        body, seconds = self.requests(shape, lambda body: body.fill(rows))
+        return body.chunk.copy(), seconds, body
+
+    def _make(self, shape: Shape) -> Gr00tBody:
+        return Gr00tBody(self.card, self._engines, self._tables, self._layout, self._batch, shape)
+
+
+class Gr00tBody:
+    """Buffers for one shape, and the work on them."""
+
+    def __init__(self, card: Card, engines: Mapping[str, TrtEngine], tables: Tables, layout: Layout, batch: int, shape: Shape) -> None:
+        self._card, self._tables, self._layout, self._shape = card, tables, layout, shape
+        specs = {(name, spec.name): spec for name, engine in engines.items() for spec in engine.inputs}
+        b, s = batch, shape.tokens
+        patches = b * shape.patches
+        self._own: list[Buffer] = []
+        self._pairs: list[tuple[Vector, Buffer]] = []  # host arrays, and where each goes at the start of a request
+
+        made = vision_tables(layout, patches // (shape.grid[0] * shape.grid[1]), shape.grid)
+        self.patches, patches_on_card = self._fed((patches, most(specs["visual", "input"].shape[1])), "float32")
+        visual_inputs = {
+            "input": patches_on_card, "rotary_pos_emb": self._constant(made.rotary), "cu_seqlens": self._constant(made.cu_seqlens),
+            "fast_pos_embed_idx": self._constant(made.position_index), "fast_pos_embed_weight": self._constant(made.position_weight),
+        }  # fmt: skip
+        self._wide: list[tuple[Buffer, Buffer]] = []  # float32, and the same in the engine's type
+        for name in ("input", "fast_pos_embed_weight"):
+            kind = specs["visual", name].dtype
+            if kind != "float32":
+                narrow = self._empty(visual_inputs[name].shape, kind)
+                if name == "input":
+                    self._wide.append((visual_inputs[name], narrow))
+                else:
+                    card.narrow(visual_inputs[name], narrow)
+                visual_inputs[name] = narrow
+        self.visual = engines["visual"].bind({name: buffer.shape for name, buffer in visual_inputs.items()})
+        for name, buffer in visual_inputs.items():
+            self.visual.set(name, buffer)
+
+        hidden, kind = tables.embedding.shape[1], specs["vl_backbone", "inputs_embeds"].dtype
+        self.ids, self._ids = self._fed((b, s), "int64")
+        self.slots, self._slots = self._fed((b, s), "int32")
+        self.rotary, rotary = self._fed((b, s, layout.text_head_dim), "float32")
+        taps = [name for name in self.visual.outputs if name.startswith("deepstack_features_")]
+        self._embeds = {name: self._empty((b, s, hidden), kind) for name in ("inputs_embeds", *taps)}
+        backbone_inputs = {
+            "inputs_embeds": self._embeds["inputs_embeds"], "rope_rotary_cos_sin": rotary,
+            "attention_pos_id": self._constant(position_ids(b, s)),
+            **{name.replace("features", "embeds"): self._embeds[name] for name in taps},
+        }  # fmt: skip
+        self.backbone = engines["vl_backbone"].bind({name: buffer.shape for name, buffer in backbone_inputs.items()})
+        for name, buffer in backbone_inputs.items():
+            self.backbone.set(name, buffer)
+
+        self.noise, self._x = self._fed((b, *map(most, specs["action", "noise_trajectory"].shape[1:])), "float32")
+        self.state, state = self._fed((b, 1, *map(most, specs["action", "state"].shape[2:])), "float32")
+        self.text, text = self._fed((b, 1, 1, s), "bool")
+        self.image, image = self._fed((b, 1, 1, s), "bool")
+        action_inputs = {
+            "noise_trajectory": self._x, "state": state, "text_attention_mask": text, "image_attention_mask": image,
+            "adanorm_modulation": tables.modulation[0], "action_time_bias": tables.time_bias[0], **self.backbone.outputs,
+        }  # fmt: skip
+        self.action = engines["action"].bind({name: buffer.shape for name, buffer in action_inputs.items()})
+        for name, buffer in action_inputs.items():
+            self.action.set(name, buffer)
+        self.chunk = card.pinned(self._x.shape, "float32")
+        for name, inputs in (("visual", visual_inputs), ("vl_backbone", backbone_inputs), ("action", action_inputs)):
+            wanted = {spec.name for spec in engines[name].inputs}
+            if wanted != set(inputs):
+                raise ContractMismatch(
+                    f"component {name!r} takes {', '.join(sorted(wanted))}; this runtime offers {', '.join(sorted(inputs))}. "
+                    "Export the checkpoint again with this version"
+                )
+        card.wait()
+        self.stages: Sequence[tuple[str, Callable[[], None]]] = (
+            ("h2d", self._upload), ("visual", self._see), ("prefill", self._prefill), ("denoise", self._denoise), ("d2h", self._download),
+        )  # fmt: skip
+
+    def fill(self, rows: Sequence[Inputs]) -> None:
+        """The host's part of a request: into page-locked memory, from where the graph takes it."""
+        size = self._shape.patches
+        for i, row in enumerate(rows):
+            self.patches[i * size : (i + 1) * size] = row.patches
+            self.ids[i], self.state[i], self.noise[i] = row.token_ids, row.state, row.noise
+            self.rotary[i] = prompt_rotary(self._layout, row.token_ids, row.grid)
+        image = self.ids == self._layout.image_token
+        self.image[:, 0, 0], self.text[:, 0, 0] = image, ~image
+        counted = np.cumsum(image.ravel(), dtype=np.int32).reshape(image.shape) - np.int32(1)
+        self.slots[:] = np.where(image, counted, np.int32(-1))  # which feature stands there; text has none
+
+    def close(self) -> None:
+        """Give everything back."""
+        for bound in (self.visual, self.backbone, self.action):
+            bound.close()
+        self._card.free(*self._own)
+        self._card.unpin(self.chunk, *(host for host, _ in self._pairs))
+
+    def _upload(self) -> None:
+        for host, buffer in self._pairs:
+            self._card.upload(host, buffer)
+
+    def _see(self) -> None:
+        for wide, narrow in self._wide:
+            self._card.narrow(wide, narrow)
+        self.visual.enqueue()
+
+    def _prefill(self) -> None:
+        features = self.visual.outputs
+        self._card.place(self._tables.embedding, self._ids, features["output"], self._slots, self._embeds["inputs_embeds"])
+        for name, into in self._embeds.items():
+            if name in features:  # the graph adds the whole tensor: zeros where text stands
+                self._card.place(None, self._ids, features[name], self._slots, into)
+        self.backbone.enqueue()
+
+    def _denoise(self) -> None:
+        steps = len(self._tables.modulation)
+        for modulation, bias in zip(self._tables.modulation, self._tables.time_bias, strict=True):
+            self.action.set("adanorm_modulation", modulation)
+            self.action.set("action_time_bias", bias)
+            self.action.enqueue()
+            self._card.euler(self._x, self.action.outputs["velocity"], 1.0 / steps)  # time runs from noise to data
+
+    def _download(self) -> None:
+        self._card.download(self._x, self.chunk)
+
+    def _empty(self, shape: Sequence[int], dtype: str) -> Buffer:
+        self._own.append(self._card.empty(shape, dtype))
+        return self._own[-1]
+
+    def _constant(self, array: Vector) -> Buffer:
+        self._own.append(self._card.load(array))
+        return self._own[-1]
+
+    def _fed(self, shape: Sequence[int], dtype: str) -> tuple[Vector, Buffer]:
+        """Page-locked memory and the buffer that it fills at the start of every request."""
+        pair = self._card.pinned(shape, dtype), self._empty(shape, dtype)
+        self._pairs.append(pair)
+        return pair

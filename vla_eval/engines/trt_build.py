@@ -1,0 +1,282 @@
+"""A component to a TensorRT plan: an ONNX file or a drawn network, its profile, its caches, and a record of what was built."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..types import BadRequest, ContractMismatch, VlaEvalError
+from . import trt
+from .bundle import ENDS, Bundle, Component, open_bundle
+from .graph import PRECISIONS, Axis, Graph, Value
+from .trt_pen import TYPES, TrtPen
+
+_log = logging.getLogger(__name__)
+ANY_CARD = "any"  # in a plan's name: built where no GPU was, for every card that the flavour knows
+NOT_INSPECTED = "not inspected"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A plan that stands in its component's folder."""
+
+    component: str
+    plan: Path
+    seconds: float
+    bytes: int
+    new: bool  # False: an up-to-date plan was there
+
+
+def build(bundle: Bundle, components: Sequence[str] = (), *, force: bool = False) -> list[Built]:
+    """Plans for this machine, each component built in a process of its own: what a build has taken is given back before the next.
+
+    Raises BadRequest for a component that the bundle lacks or that was built directly, VlaEvalError with the reason of a failed build.
+    """
+    trt.door()
+    chosen = [bundle.component(name) for name in components or bundle.components]
+    if bundle.frontend != "onnx":
+        raise BadRequest(f"{bundle.path} was built directly and has no ONNX graph; build it again with vla-eval build --direct --model …")
+    return [_in_a_process(bundle, component.name, force) for component in chosen]
+
+
+def plan_file(component: Component, sm: str) -> Path:
+    """Where the plan of a component for a card such as "sm90" lies, under the TensorRT of this environment."""
+    return component.folder / f"{component.name}.{trt.door().short}-{sm}-b{component.config['options']['batch']}.engine"
+
+
+def build_component(component: Component, *, force: bool = False) -> Built:
+    """One plan from its ONNX graph, in this process. An older plan stays until the new one is whole."""
+    sm = card_here()
+    path = plan_file(component, sm)
+    if not force and path.is_file() and record_of(path).get("source") == _source(component):
+        return Built(component.name, path, 0.0, path.stat().st_size, new=False)
+    if (data := f"{component.name}.onnx.data") in component.config["artifacts"]:
+        component.file(data)
+    graph = component.file(f"{component.name}.onnx")
+    began = time.perf_counter()
+    builder, network = new_network()
+    parser = trt.door().api.OnnxParser(network, trt.logger())
+    if not parser.parse_from_file(str(graph)):
+        errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
+        raise VlaEvalError(f"{graph}: TensorRT cannot read it ({errors or trt.complaint()}); export the component again")
+    plan, said = serialize(builder, network, component.config, str(component.folder))
+    return write_plan(path, plan, {**said, "source": _source(component)}, component.name, component.config, sm, began)
+
+
+def build_drawn(
+    folder: Path, name: str, dtype: str, draw: Callable[[Graph], None], config: Callable[[TrtPen], Mapping[str, Any]]
+) -> tuple[TrtPen, Built]:
+    """One plan from a function that draws, with no ONNX in between, written into `folder`.
+
+    `config` makes of the drawn graph what the component's `config.json` will say; the network is held against it like any other.
+    """
+    sm, began = card_here(), time.perf_counter()
+    builder, network = new_network()
+    pen = TrtPen(network, PRECISIONS[dtype])  # keeps the numbers of its weights alive until we return
+    draw(pen)
+    said = config(pen)
+    plan, about = serialize(builder, network, said, str(folder))
+    path = folder / f"{name}.{trt.door().short}-{sm}-b{said['options']['batch']}.engine"
+    return pen, write_plan(path, plan, {**about, "source": "drawn"}, name, said, sm, began)
+
+
+def new_network() -> tuple[Any, Any]:
+    """A builder and an empty strongly typed network."""
+    api = trt.door().api
+    builder = api.Builder(trt.logger())
+    return builder, builder.create_network(1 << int(api.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+
+
+def serialize(builder: Any, network: Any, config: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """The plan's bytes, and what the network was found to be. Raises ContractMismatch before building, VlaEvalError where it fails."""
+    api = trt.door().api
+    found = read_network(network)
+    check_network(found, config, where)
+    settings = builder.create_builder_config()
+    settings.profiling_verbosity = api.ProfilingVerbosity.DETAILED
+    if config["options"]["dtype"] == "fp32":
+        settings.clear_flag(api.BuilderFlag.TF32)  # float32 is the truth: its products keep all their bits
+    profile = builder.create_optimization_profile()
+    for name, shapes in _shapes(config).items():
+        profile.set_shape(name, *shapes)
+    if settings.add_optimization_profile(profile) < 0:
+        raise ContractMismatch(f"{where}: TensorRT refuses the optimization_profile ({trt.complaint()}); export the component again")
+    plan = builder.build_serialized_network(network, settings)
+    if plan is None:
+        raise VlaEvalError(f"{where}: TensorRT could not build it ({trt.complaint()}); the plan that was there stays")
+    return plan, {"network": found}
+
+
+def read_network(network: Any) -> dict[str, Any]:
+    """What a network is just before it is built: inputs and outputs with type and shape, and how many layers of each kind and type."""
+    types = {getattr(trt.door().api.DataType, theirs): ours for ours, theirs in TYPES.items()}
+
+    def side(count: int, get: Callable[[int], Any]) -> dict[str, Any]:
+        tensors = [get(i) for i in range(count)]
+        return {t.name: {"dtype": types.get(t.dtype, str(t.dtype)), "shape": [int(n) for n in t.shape]} for t in tensors}
+
+    layers: dict[str, int] = {}
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        key = f"{layer.type.name} {types.get(layer.get_output(0).dtype, '?') if layer.num_outputs else ''}".strip()
+        layers[key] = layers.get(key, 0) + 1
+    return {
+        "inputs": side(network.num_inputs, network.get_input), "outputs": side(network.num_outputs, network.get_output),
+        "layers": dict(sorted(layers.items())),
+    }  # fmt: skip
+
+
+def check_network(found: Mapping[str, Any], config: Mapping[str, Any], where: str) -> None:
+    """Hold a network's inputs and outputs against `tensor_contract`. Raises ContractMismatch, naming the tensor."""
+    for side in ("inputs", "outputs"):
+        said = {
+            name: {"dtype": told["dtype"], "shape": [n if isinstance(n, int) else -1 for n in told["axes"]]}
+            for name, told in config["tensor_contract"][side].items()
+        }
+        for name in sorted({*said, *found[side]}):
+            if said.get(name) != found[side].get(name):
+                has, wanted = (_told(table.get(name)) for table in (found[side], said))
+                raise ContractMismatch(
+                    f"{where}: {side[:-1]} {name!r} is {has} in the network, {wanted} in config.json; export the component again"
+                )
+
+
+def write_plan(path: Path, plan: Any, said: Mapping[str, Any], component: str, config: Mapping[str, Any], sm: str, began: float) -> Built:
+    """The plan and its record, each under a temporary name first."""
+    flavour, view = trt.door(), memoryview(plan)
+    record = {
+        "component": component, "export_id": config["export_id"], "frontend": config["frontend"], "flavour": flavour.name,
+        "version": flavour.version, "sm": sm, "batch": config["options"]["batch"], "dtype": config["options"]["dtype"],
+        "optimization_profile": config["optimization_profile"], "sha256": hashlib.sha256(view).hexdigest(), "bytes": view.nbytes,
+        "seconds": round(time.perf_counter() - began, 3), **said, "inspection": NOT_INSPECTED if sm == ANY_CARD else _inspect(view),
+    }  # fmt: skip
+    replace_file(path, view)
+    replace_file(record_file(path), json.dumps(record, indent=1).encode() + b"\n")
+    cache_file(path).unlink(missing_ok=True)  # it was of the plan before
+    return Built(component, path, record["seconds"], view.nbytes, new=True)
+
+
+def record_file(plan: Path) -> Path:
+    """What stands beside a plan: which export, card and version it is of, its digest, and the inspector's report."""
+    return plan.with_name(f"{plan.name}.inspect.json")
+
+
+def cache_file(plan: Path) -> Path:
+    """The kernels that this card has compiled for the plan."""
+    return plan.with_name(f"{plan.name}.cache")
+
+
+def record_of(plan: Path) -> dict[str, Any]:
+    """The record beside a plan; empty if there is none that can be read."""
+    try:
+        said = json.loads(record_file(plan).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def card_here() -> str:
+    """The GPU of this machine as plans are named for it, such as "sm90"; "any" without one."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return ANY_CARD
+    status, count = runtime.cudaGetDeviceCount()
+    if int(status) or not count:
+        return ANY_CARD
+    kinds = runtime.cudaDeviceAttr
+    parts = (kinds.cudaDevAttrComputeCapabilityMajor, kinds.cudaDevAttrComputeCapabilityMinor)
+    return "sm" + "".join(str(runtime.cudaDeviceGetAttribute(kind, 0)[1]) for kind in parts)
+
+
+def config_of(pen: TrtPen, options: Mapping[str, Any], stamp: Mapping[str, Any]) -> dict[str, Any]:
+    """What a drawn graph's `config.json` will say about its tensors, in the same words."""
+    from .bundle import contract
+
+    def shape(value: Value, end: str) -> list[int]:
+        return [getattr(n, end) if isinstance(n, Axis) else n for n in value.shape]
+
+    return {
+        **stamp, "options": options, "optimization_profile": {end: {n: shape(v, end) for n, v in pen.inputs.items()} for end in ENDS},
+        "tensor_contract": {"inputs": contract(pen.inputs), "outputs": contract(pen.outputs)},
+    }  # fmt: skip
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Least, tuned and most shape of every input with a length that varies."""
+    profile, inputs = config["optimization_profile"], config["tensor_contract"]["inputs"]
+    open_ends = [name for name, said in inputs.items() if not all(isinstance(n, int) for n in said["axes"])]
+    return {name: tuple(tuple(profile[end][name]) for end in ENDS) for name in open_ends}
+
+
+def _inspect(plan: memoryview) -> Any:
+    """The inspector's report of a plan, where this machine can load it."""
+    api = trt.door().api
+    engine = api.Runtime(trt.logger()).deserialize_cuda_engine(plan)
+    if engine is None:
+        return f"{NOT_INSPECTED}: {trt.complaint()}"
+    text = engine.create_engine_inspector().get_engine_information(api.LayerInformationFormat.JSON)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _source(component: Component) -> str:
+    """The digest of everything that a plan is made from."""
+    config = component.config
+    said = [config["export_id"], config["optimization_profile"], config["tensor_contract"], config["artifacts"]]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _in_a_process(bundle: Bundle, component: str, force: bool) -> Built:
+    command = [sys.executable, "-m", "vla_eval.engines.trt_build", str(bundle.path), component, *(["--force"] if force else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
+        if done.returncode < 0:
+            told = f"{bundle.path / component}: the build was killed by signal {-done.returncode} (out of memory?); the old plan stays"
+        raise VlaEvalError(told)
+    said = json.loads(done.stdout.splitlines()[-1])
+    return Built(component, Path(said["plan"]), said["seconds"], said["bytes"], said["new"])
+
+
+def replace_file(path: Path, data: bytes | memoryview) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _told(tensor: Mapping[str, Any] | None) -> str:
+    return "missing" if tensor is None else f"{tensor['dtype']} {tensor['shape']}"
+
+
+def _main(bundle: str, component: str, *flags: str) -> int:
+    try:
+        built = build_component(open_bundle(bundle).component(component), force="--force" in flags)
+    except VlaEvalError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    said = {"plan": str(built.plan), "seconds": built.seconds, "bytes": built.bytes, "new": built.new}
+    sys.stdout.write(json.dumps(said) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(_main(*sys.argv[1:]))

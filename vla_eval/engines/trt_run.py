@@ -1,0 +1,301 @@
+"""A plan behind the Engine protocol, and whole requests as one CUDA graph each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from ..types import BadRequest, ContractMismatch, VlaEvalError
+from . import trt
+from .bundle import Component, digest_of, impostor
+from .card import Buffer, Card
+from .engine import Tensor, check_inputs
+from .trt_build import ANY_CARD, cache_file, plan_file, record_of, replace_file
+
+_log = logging.getLogger(__name__)
+SHAPES_KEPT = 8  # execution contexts of an engine, and captured requests, kept ready; the least recently used goes
+
+
+class TrtEngine:
+    """One component's plan, loaded. Its outputs are buffers on the card, valid until the next call with the same shapes."""
+
+    def __init__(self, component: Component, card: Card | None = None) -> None:
+        """Everything that shares a `card` runs in one stream, in order. Not thread-safe.
+
+        Raises BadRequest, with the command that mends it, for a plan that is missing, of another card or version, or no plan at all;
+        ContractMismatch for one of another export; VlaEvalError where there is no room for it.
+        """
+        self.where, self.component = str(component.folder), component
+        self.inputs, self.outputs = component.inputs, component.outputs
+        self.card = card or Card()
+        flavour = trt.door()
+        self.plan = find_plan(component, self.card.sm)
+        data = checked_plan(component, self.plan)
+        if len(data) > (left := self.card.free_bytes()):
+            raise VlaEvalError(
+                f"{self.plan} needs {len(data) / 1e9:.2f} GB for its weights, {self.card.name} has {left / 1e9:.2f} GB left; "
+                "end what else uses the card, or build in half precision"
+            )
+        self._runtime = flavour.api.Runtime(trt.logger())
+        self._engine = self._runtime.deserialize_cuda_engine(data)
+        if self._engine is None:
+            raise VlaEvalError(f"{self.plan}: TensorRT cannot load it ({trt.complaint()}); build it again: {rebuild(component)}")
+        self._check()
+        self._settings = self._engine.create_runtime_config()
+        self._cache = _runtime_cache(self._settings, cache_file(self.plan), flavour.api)
+        self._bound: OrderedDict[tuple[tuple[str, tuple[int, ...]], ...], Bound] = OrderedDict()
+        self.about = {
+            "backend": flavour.name, "version": flavour.version, "device": f"{self.card.name} ({self.card.sm})", "dtype": component.dtype,
+            "support": flavour.supports(self.card.sm), "plan": self.plan.name, "plan_sha256": str(record_of(self.plan)["sha256"]),
+        }  # fmt: skip
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Arrays are copied to the card, buffers are bound as they are. Returns before the work is done: `to_host` waits."""
+        check_inputs(self.where, self.inputs, inputs)
+        key = tuple((name, tuple(inputs[name].shape)) for name in sorted(inputs))
+        bound = self._bound.pop(key, None) or self.bind(dict(key))
+        self._bound[key] = bound
+        while len(self._bound) > SHAPES_KEPT:
+            self._bound.popitem(last=False)[1].close()
+        for name, tensor in inputs.items():
+            bound.feed(name, tensor)
+        bound.enqueue()
+        return dict(bound.outputs)
+
+    def bind(self, shapes: Mapping[str, Sequence[int]]) -> Bound:
+        """A context of its own for these input shapes: one captured request must not disturb another's."""
+        return Bound(self, shapes)
+
+    def context(self) -> Any:
+        """A new execution context. Raises VlaEvalError."""
+        context = self._engine.create_execution_context(self._settings)
+        if context is None:
+            raise VlaEvalError(f"{self.plan}: no execution context ({trt.complaint()}); the card may be full")
+        return context
+
+    def save_cache(self) -> None:
+        """Keep the kernels compiled so far beside the plan: the next start need not compile them."""
+        if self._cache is None:
+            return
+        data = bytes(memoryview(self._cache.serialize()))
+        file = cache_file(self.plan)
+        if not file.is_file() or file.stat().st_size != len(data):
+            try:
+                replace_file(file, data)
+            except OSError as error:  # a bundle that may only be read still runs
+                _log.warning("%s cannot be written (%s); the next start compiles again", file, error)
+
+    def device_bytes(self) -> int:
+        """Scratch memory of one context."""
+        return int(self._engine.device_memory_size_v2)
+
+    def _check(self) -> None:
+        """Hold the plan's inputs and outputs against the contract's."""
+        engine, api = self._engine, trt.door().api
+        from .trt_pen import TYPES
+
+        types = {getattr(api.DataType, theirs): ours for ours, theirs in TYPES.items()}
+        found = {}
+        for i in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(i)
+            side = "input" if engine.get_tensor_mode(name) == api.TensorIOMode.INPUT else "output"
+            found[name] = side, types.get(engine.get_tensor_dtype(name)), tuple(engine.get_tensor_shape(name))
+        said = {
+            spec.name: (side, spec.dtype, tuple(n if isinstance(n, int) else -1 for n in spec.shape))
+            for side, specs in (("input", self.inputs), ("output", self.outputs))
+            for spec in specs
+        }
+        if wrong := sorted(name for name in {*said, *found} if said.get(name) != found.get(name)):
+            name = wrong[0]
+            raise ContractMismatch(
+                f"{self.plan}: {name!r} is {found.get(name)} in the plan, {said.get(name)} in config.json; {rebuild(self.component)}"
+            )
+
+
+class Bound:
+    """A context whose input shapes are set once, with its outputs' buffers."""
+
+    def __init__(self, engine: TrtEngine, shapes: Mapping[str, Sequence[int]]) -> None:
+        self._engine, self._card = engine, engine.card
+        self._context = engine.context()
+        self._fed: dict[str, Buffer] = {}  # copies of host arrays
+        self._fresh = True
+        specs = {spec.name: spec for spec in engine.inputs}
+        for name, shape in shapes.items():
+            if not self._context.set_input_shape(name, tuple(shape)):
+                raise BadRequest(
+                    f"{engine.plan}: input {name!r} cannot be {list(shape)}: outside optimization_profile ({trt.complaint()}); "
+                    "export again with wider limits"
+                )
+        if left := self._context.infer_shapes():
+            raise VlaEvalError(f"{engine.plan}: the shapes of {', '.join(left)} stay open; {rebuild(engine.component)}")
+        self._specs = specs
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.outputs: dict[str, Buffer] = {}
+        for spec in engine.outputs:
+            self.outputs[spec.name] = self._card.empty(tuple(self._context.get_tensor_shape(spec.name)), spec.dtype)
+            self.set(spec.name, self.outputs[spec.name])
+
+    def set(self, name: str, buffer: Buffer) -> None:
+        """Bind a buffer, without a copy."""
+        if not self._context.set_tensor_address(name, buffer.pointer):
+            raise VlaEvalError(f"{self._engine.plan}: {name!r} cannot be bound ({trt.complaint()})")
+
+    def feed(self, name: str, tensor: Tensor) -> None:
+        """Bind a buffer as it is, or a copy of a host array."""
+        if isinstance(tensor, Buffer):
+            self.set(name, tensor)
+            return
+        array = tensor if isinstance(tensor, np.ndarray) else tensor.to_host()
+        if name not in self._fed:
+            self._fed[name] = self._card.empty(array.shape, self._specs[name].dtype)
+        self._card.upload(np.ascontiguousarray(array), self._fed[name])
+        self._card.wait()  # the array is the caller's again
+        self.set(name, self._fed[name])
+
+    def enqueue(self) -> None:
+        """Give the component's work to the stream."""
+        if not self._context.execute_async_v3(self._card.stream):
+            shapes = ", ".join(f"{name} {list(shape)}" for name, shape in self._shapes.items())
+            raise VlaEvalError(f"{self._engine.plan} did not run on {shapes} ({trt.complaint()})")
+        if self._fresh:
+            self._fresh = False
+            self._engine.save_cache()
+
+    def close(self) -> None:
+        """Give the context and its buffers back."""
+        self._card.wait()
+        del self._context
+        self._card.free(*self.outputs.values(), *self._fed.values())
+
+
+class Body(Protocol):
+    """A request of one shape: buffers that stay where they are, and what is done with them, stage by stage."""
+
+    @property
+    def stages(self) -> Sequence[tuple[str, Callable[[], None]]]: ...
+    def close(self) -> None: ...
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Requests(Generic[B]):
+    """Requests by shape: the first one of a shape runs stage by stage, the second is captured, all later ones are replayed."""
+
+    def __init__(self, card: Card, make: Callable[[Any], B], *, capture: bool = True) -> None:
+        self._card, self._make, self._capture = card, make, capture
+        self._kept: OrderedDict[Hashable, _Ready[B]] = OrderedDict()
+
+    def __call__(self, key: Hashable, fill: Callable[[B], None]) -> tuple[B, dict[str, float]]:
+        """The body after it has run, its results on the host, and the GPU's seconds by stage; "fill" is the host's part."""
+        ready = self._kept.pop(key, None) or _Ready(self._card, self._make(key))
+        self._kept[key] = ready
+        while len(self._kept) > SHAPES_KEPT:
+            self._kept.popitem(last=False)[1].close()
+        began = time.perf_counter()
+        fill(ready.body)
+        filled = time.perf_counter() - began
+        if ready.graph is None and ready.calls and self._capture:
+            try:
+                ready.graph = self._card.capture(lambda: ready.enqueue(captured=True))
+            except VlaEvalError as error:
+                self._capture = False
+                _log.warning("requests are not captured, they run a little slower: %s", error)
+        if ready.graph is not None:
+            ready.graph.launch()
+        else:
+            ready.enqueue(captured=False)
+        self._card.wait()
+        ready.calls += 1
+        return ready.body, {"fill": filled, **ready.seconds()}
+
+    def close(self) -> None:
+        """Free every request."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+
+class _Ready(Generic[B]):
+    """A body with its marks and its graph."""
+
+    def __init__(self, card: Card, body: B) -> None:
+        self.card, self.body, self.calls = card, body, 0
+        self.graph: Any = None
+        self.marks = [card.event() for _ in range(len(body.stages) + 1)]
+
+    def enqueue(self, *, captured: bool) -> None:
+        self.card.mark(self.marks[0], captured=captured)
+        for (_, work), mark in zip(self.body.stages, self.marks[1:], strict=True):
+            work()
+            self.card.mark(mark, captured=captured)
+
+    def seconds(self) -> dict[str, float]:
+        pairs = zip(self.body.stages, self.marks, self.marks[1:], strict=False)
+        return {name: self.card.seconds(start, end) for (name, _), start, end in pairs}
+
+    def close(self) -> None:
+        self.card.wait()
+        if self.graph is not None:
+            self.graph.close()
+        self.card.drop(*self.marks)
+        self.body.close()
+
+
+def find_plan(component: Component, sm: str) -> Any:
+    """The plan of a component for this card and this TensorRT. Raises BadRequest with what there is instead, and the command."""
+    wanted = [plan_file(component, sm), *([plan_file(component, ANY_CARD)] if trt.door().name == "tensorrt_rtx" else [])]
+    for path in wanted:
+        if path.is_file():
+            return path
+    others = sorted(path.name for path in component.folder.glob("*.engine"))
+    has = f"there is {', '.join(others)}" if others else "there is none"
+    raise BadRequest(f"{component.folder} has no plan for {trt.door().short} on {sm}: {has}; build it: {rebuild(component)}")
+
+
+def checked_plan(component: Component, path: Any) -> bytes:
+    """The bytes of a plan that is what its record says, of this export, version and card. Raises BadRequest or ContractMismatch."""
+    again = f"build it again: {rebuild(component)}"
+    if strange := impostor(path):
+        raise BadRequest(f"{path} is {strange}; or {again}")
+    said, flavour = record_of(path), trt.door()
+    if not said:
+        raise BadRequest(f"{path} has no record beside it that says what it was built from; {again}")
+    if (said.get("flavour"), said.get("version")) != (flavour.name, flavour.version):
+        raise BadRequest(
+            f"{path} was built by {said.get('flavour')} {said.get('version')}, here is {flavour.name} {flavour.version}; {again}"
+        )
+    if said.get("export_id") != component.config["export_id"]:
+        raise ContractMismatch(f"{path} is of export {said.get('export_id')}, the bundle of {component.config['export_id']}; {again}")
+    if said.get("optimization_profile") != component.config["optimization_profile"]:
+        raise ContractMismatch(f"{path} was built for another optimization_profile than config.json has; {again}")
+    data: bytes = path.read_bytes()
+    if digest_of(data) != said.get("sha256"):
+        raise ContractMismatch(f"{path} is not the plan that was built (its SHA-256 differs); {again}")
+    return data
+
+
+def rebuild(component: Component) -> str:
+    """The command that makes a component's plan."""
+    if component.config["frontend"] == "onnx":
+        return f"vla-eval build {component.folder.parent} --components {component.name} --force"
+    return f"vla-eval build --direct --model {component.config['model']} --checkpoint DIR --out {component.folder.parent}"
+
+
+def _runtime_cache(settings: Any, file: Any, api: Any) -> Any:
+    """The settings' cache of compiled kernels, filled from the file; None where this TensorRT compiles nothing at load."""
+    if not hasattr(settings, "create_runtime_cache"):
+        return None
+    # All kernels for a shape before its first run, none exchanged later: a captured request would keep the first ones.
+    settings.dynamic_shapes_kernel_specialization_strategy = api.DynamicShapesKernelSpecializationStrategy.EAGER
+    settings.cuda_graph_strategy = api.CudaGraphStrategy.DISABLED
+    cache = settings.create_runtime_cache()
+    if file.is_file() and not cache.deserialize(file.read_bytes()):
+        _log.info("%s is of another card or version and is made anew", file)
+    settings.set_runtime_cache(cache)
+    return cache
