@@ -388,31 +388,60 @@ def render(
 
 
 @app.command
-def infer(bundle: Path, /, *, observation: Path, noise: Path | None = None, seed: int = 0, option: Words = ()) -> Answer:
-    """Ask a bundle once: an observation in, the chunk of actions out, normalised and in robot units.
+def infer(
+    bundle: Path,
+    /,
+    *,
+    observation: Path | None = None,
+    canonical: Path | None = None,
+    noise: Path | None = None,
+    seed: int | None = None,
+    steps: int | None = None,
+    option: Words = (),
+) -> Answer:
+    """Ask a bundle once: an observation in, the chunk of actions out, normalised and in robot units. Give one of the first two options.
 
     Args:
         bundle: A bundle.
         observation: A .npz whose arrays have the keys, dtypes and shapes of the bundle's robot, instruction included.
+        canonical: A folder with what the network itself takes: pixel_values.bin, token_ids.csv, x0.bin. The chunk stays normalised.
         noise: A .npy with the start of the flow, one row for each observation. [default: drawn from the seed]
-        seed: Of the noise, if none is given.
+        seed: Of the noise, if none is given. [default: 0]
+        steps: Denoise steps; short for --option steps=N.
         option: NAME=VALUE for the policy, as in `run`.
     """
     from .arrays import read_npy, read_npz
     from .engines.bundle import open_bundle
 
     opened = open_bundle(bundle)
-    seen = {key: value.item() if value.dtype.kind == "U" and value.ndim == 0 else value for key, value in read_npz(observation).items()}
-    start = None if noise is None else read_npy(noise)
-    policy = registry.load_policy(opened.model, bundle=bundle, **_options(option))
-    if not hasattr(policy, "infer"):
-        raise BadRequest(f"policy {opened.model!r} cannot be asked outside an episode; it has no `infer`")
-    arrays = policy.infer(seen, noise=start, seed=seed)
+    options = _options(option)
+    if steps is not None and options.setdefault("steps", steps) != steps:
+        raise BadRequest(f"--steps {steps} and --option steps={options['steps']} disagree; say it once")
+    if canonical is not None:
+        if observation is not None or noise is not None or seed is not None:
+            raise BadRequest("--canonical brings its own pictures, prompt and noise: leave --observation, --noise and --seed out")
+        arrays = _asked(registry.load_policy(opened.model, bundle=bundle, **options), opened.model, "infer_canonical")(canonical)
+    elif observation is not None:
+        given = read_npz(observation).items()
+        seen = {key: value.item() if value.dtype.kind == "U" and value.ndim == 0 else value for key, value in given}
+        start = None if noise is None else read_npy(noise)
+        ask = _asked(registry.load_policy(opened.model, bundle=bundle, **options), opened.model, "infer")
+        arrays = ask(seen, noise=start, seed=seed or 0)
+    else:
+        raise BadRequest("give --observation FILE or --canonical DIR")
     table = Table("array", "shape", "least", "most", "first row", title=f"{bundle}, {opened.model}", title_justify="left")
     for key, array in arrays.items():
         first = " ".join(f"{number:.4g}" for number in array.reshape(-1, array.shape[-1])[0][:8]) + (" …" if array.shape[-1] > 8 else "")
         table.add_row(key, str(list(array.shape)), f"{array.min():.4g}", f"{array.max():.4g}", first)
     return Answer({"bundle": opened.digest, "arrays": {key: array.tolist() for key, array in arrays.items()}}, table)
+
+
+def _asked(policy: Policy, name: str, how: str) -> Callable[..., Any]:
+    """What a policy may offer besides acting in episodes."""
+    if not hasattr(policy, how):
+        raise BadRequest(f"policy {name!r} cannot be asked that way outside an episode; it has no `{how}`")
+    method: Callable[..., Any] = getattr(policy, how)
+    return method
 
 
 Passed = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
@@ -485,26 +514,48 @@ def _split_lists(words: Sequence[str], many: Collection[str]) -> Iterator[str]:
 
 @app.command
 def verify(
-    bundle: Path, /, *, reference: Path | None = None, against: Path | None = None, dump: Path | None = None, backend: str = "auto"
+    bundle: Path,
+    /,
+    *,
+    reference: Path | None = None,
+    against: Path | None = None,
+    dump: Path | None = None,
+    tensors: tuple[Path, Path, Path, Path] | None = None,
+    steps: int | None = None,
+    backend: str = "auto",
 ) -> Answer:
     """Hold a bundle's components against other numbers on the same inputs, call by call; exit code 1 if a gate is missed.
 
-    Give one of the three options. A reference should come from another program or an earlier run: a bundle always agrees with itself.
+    Give one of the first four options. A reference should come from another program or an earlier run: a bundle always agrees with itself.
 
     Args:
         bundle: A bundle.
         reference: A .npz with the inputs and outputs of components, keys like action/2/out/velocity.
         against: Another bundle, run on the inputs that this one carries.
         dump: Write what this bundle computes from those inputs, as a later --reference.
+        tensors: pixel_values.bin token_ids.csv x0.bin actions.npy of another program: the final chunk alone, which hides errors of a step.
+        steps: Denoise steps that --tensors was made with. [default: the policy's]
         backend: What runs the components.
     """
     from .arrays import read_npz, write_npz
     from .engines import verify as verifying
     from .engines.bundle import open_bundle
 
-    if sum(given is not None for given in (reference, against, dump)) != 1:
-        raise BadRequest("give one of --reference, --against and --dump")
+    if sum(given is not None for given in (reference, against, dump, tensors)) != 1:
+        raise BadRequest("give one of --reference, --against, --dump and --tensors")
+    if steps is not None and tensors is None:
+        raise BadRequest("--steps belongs to --tensors: the other references hold one call for each step")
     opened = open_bundle(bundle)
+    if tensors is not None:
+        options = {"backend": backend} if steps is None else {"backend": backend, "steps": steps}
+        row = verifying.score(*_asked(registry.load_policy(opened.model, bundle=bundle, **options), opened.model, "reproduce")(*tensors))
+        told = f"{'passed' if row.passed else 'FAILED'}: cosine {row.cosine:.9f}, at least {verifying.CHUNK_COSINE}; largest difference "
+        told += f"{row.max_abs:.3g} at step, dimension {', '.join(map(str, row.worst))}, at most {verifying.CHUNK_MAX_ABS}"
+        scored = {
+            "bundle": opened.digest, "passed": row.passed, "cosine": row.cosine, "max_abs": row.max_abs, "worst": list(row.worst),
+            "gate": {"cosine": verifying.CHUNK_COSINE, "max_abs": verifying.CHUNK_MAX_ABS},
+        }  # fmt: skip
+        return Answer(scored, Text(told), DONE if row.passed else INCOMPLETE)
     if reference is not None:
         verdict = verifying.compare(opened, read_npz(reference), backend=backend)
     else:

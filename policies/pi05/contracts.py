@@ -109,11 +109,13 @@ def choose(asked: str | None, said: Said) -> Configuration:
     return configuration
 
 
-def policy_json(c: Configuration, *, width: int, image: int, tokenizer: Mapping[str, Any], max_text: int) -> dict[str, Any]:
-    """What `policy.json` holds beside the export's identity. `width` is the model's padded action."""
+def policy_json(
+    c: Configuration, *, width: int, image: int, tokenizer: Mapping[str, Any], max_text: int, suites: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """What `policy.json` holds beside the export's identity. `width` is the model's padded action; `suites` replaces the table's."""
     return {
         "model_family": MODEL_FAMILY, "policy_config": c.name, "adapter": c.adapter, "discrete_state_input": c.discrete_state_input,
-        "trained_for": list(c.trained_for), "state": {"dim": c.state_dim, "num_bins": BINS},
+        "trained_for": list(c.trained_for if suites is None else suites), "state": {"dim": c.state_dim, "num_bins": BINS},
         "action": {"dim": c.action_dim, "max_dim": width, "horizon": c.horizon},
         "cameras": {"slots": [camera._asdict() for camera in c.cameras], "ignored": list(c.ignored)},
         "image_resolution": [image, image], "tokenizer": {**tokenizer, "max_length": PROMPT_TOKENS, "max_text": max_text},
@@ -133,7 +135,7 @@ def read_policy(said: Mapping[str, Any], where: Path) -> Configuration:
             f"there are {', '.join(CONFIGURATIONS)} of {MODEL_FAMILY!r}"
         )
     mine = policy_json(configuration, width=0, image=0, tokenizer={}, max_text=0)
-    for field in ("adapter", "discrete_state_input", "state", "cameras", "action", "trained_for"):
+    for field in ("adapter", "discrete_state_input", "state", "cameras", "action"):
         wanted, found = mine[field], said.get(field)
         parts = [(field, found, wanted)]
         if isinstance(wanted, dict):

@@ -222,6 +222,7 @@ class Stage:
     identity: Identity
     folder: Path
     order: list[str] = field(default_factory=list)  # the staged files, in the order in which they come to their place
+    local: set[str] = field(default_factory=set)  # staged files that belong to this machine and not to the export, such as plans
 
     def file(self, component: str, name: str) -> Path:
         """Where to write an artifact of a component."""
@@ -230,8 +231,11 @@ class Stage:
 
     def finish(self, component: str, inputs: Mapping[str, Value], outputs: Mapping[str, Value], **builder_config: Any) -> None:
         """Every artifact of the component is written: note their digests in its `config.json`."""
+        files = sorted((self.folder / component).iterdir())
         artifacts = {
-            file.name: {"sha256": _sha256(file), "bytes": file.stat().st_size} for file in sorted((self.folder / component).iterdir())
+            file.name: {"sha256": _sha256(file), "bytes": file.stat().st_size}
+            for file in files
+            if f"{component}/{file.name}" not in self.local
         }
         profile = {
             end: {name: [n if isinstance(n, int) else getattr(n, end) for n in value.shape] for name, value in inputs.items()}
@@ -243,7 +247,7 @@ class Stage:
             "builder_config": builder_config, "options": self.identity.options, "artifacts": artifacts,
         }  # fmt: skip
         _write_json(self.file(component, "config.json"), config)
-        self.order.extend([f"{component}/{name}" for name in (*artifacts, "config.json")])
+        self.order.extend([f"{component}/{name}" for name in (*(file.name for file in files), "config.json")])
 
     def shared(self, name: str) -> Path:
         """Where to write a file that belongs to the bundle as a whole."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,9 @@ GATES: dict[str, Gate] = {  # by the less precise of the two
     "fp16": Gate(0.9999, 1e-2, 2e-3),
     "bf16": Gate(0.999, 4e-2, 1e-2),
 }
+
+
+CHUNK_COSINE, CHUNK_MAX_ABS = 0.99999, 5e-3  # of a whole normalised chunk against another program's, on its own tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,12 @@ def compare(bundle: Bundle, reference: Flat, *, precision: str | None = None, ba
                 stale = any(not np.array_equal(sides[c]["out"].get(output, array), array) for c in earlier)
                 rows.append(_judge(component, call, output, found[key], array, gate, stale))
     return Verdict(gate, tuple(rows), tuple(sorted(set(bundle.components) - set(calls))))
+
+
+def score(found: Vector, wanted: Vector) -> Row:
+    """A normalised chunk against another program's."""
+    row = _judge("chunk", 0, "actions", found, wanted, Gate(CHUNK_COSINE, math.inf, math.inf), stale=False)
+    return replace(row, passed=row.passed and row.max_abs <= CHUNK_MAX_ABS)
 
 
 def _judge(component: str, call: int, output: str, found: Vector, wanted: Vector, gate: Gate, stale: bool) -> Row:
