@@ -125,8 +125,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source / name)
     sdist = build(source, "sdist", folder / "dist")
     shutil.rmtree(source)
-    with tarfile.open(sdist) as archive:  # Debian's Python 3.11.2 knows no filter yet, later ones warn without
-        archive.extractall(folder / "unpacked", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    with tarfile.open(sdist) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Debian's Python 3.11.2 knows none yet, later ones warn without
+        archive.extractall(folder / "unpacked")
     (unpacked,) = (folder / "unpacked").iterdir()
     built = build(unpacked, "wheel", folder / "dist")
     shutil.rmtree(unpacked)
