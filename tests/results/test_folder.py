@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -189,29 +190,31 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         open_run(Path(__file__))
 
 
-@pytest.fixture
-def small_files(folder: RunFolder) -> Iterator[None]:
-    """No file may grow beyond 600 bytes: what a full disk does, without one."""
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 600 bytes: what a full disk does, without one. Not around pytest's own output, which may be a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_line_that_does_not_fit_leaves_nothing_of_itself(folder: RunFolder) -> None:
     folder.append(record(0))
     before = (folder.path / "episodes.jsonl").read_bytes()
-    with pytest.raises(BadRequest, match=r"episodes\.jsonl: cannot be written \(File too large\); make room and go on with --resume"):
-        folder.append(record(1, error="x" * 500))
-    assert (folder.path / "episodes.jsonl").read_bytes() == before
-    with pytest.raises(BadRequest, match="cannot be written"):
-        amend(folder, replace(folder.manifest, seed=9))
-    assert open_run(folder.path) == folder
-    assert [path.name for path in folder.path.iterdir() if path.name.endswith(".tmp")] == []
-    with pytest.raises(BadRequest, match="cannot make the run folder"):
-        create(folder.path / "deep/down", folder.manifest)
-    assert not (folder.path / "deep").exists()
+    with small_files():
+        with pytest.raises(BadRequest, match=r"episodes\.jsonl: cannot be written \(File too large\); make room and go on with --resume"):
+            folder.append(record(1, error="x" * 500))
+        assert (folder.path / "episodes.jsonl").read_bytes() == before
+        with pytest.raises(BadRequest, match="cannot be written"):
+            amend(folder, replace(folder.manifest, seed=9))
+        assert open_run(folder.path) == folder
+        assert [path.name for path in folder.path.iterdir() if path.name.endswith(".tmp")] == []
+        with pytest.raises(BadRequest, match="cannot make the run folder"):
+            create(folder.path / "deep/down", folder.manifest)
+        assert not (folder.path / "deep").exists()
 
 
 def test_what_a_killed_writer_left_is_swept(folder: RunFolder) -> None:
