@@ -110,12 +110,12 @@ def choose(asked: str | None, said: Said) -> Configuration:
 
 
 def policy_json(
-    c: Configuration, *, width: int, image: int, tokenizer: Mapping[str, Any], max_text: int, suites: Sequence[str] | None = None
+    c: Configuration, *, width: int, image: int, tokenizer: Mapping[str, Any], max_text: int, suites: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What `policy.json` holds beside the export's identity. `width` is the model's padded action; `suites` replaces the table's."""
+    """What `policy.json` holds beside the export's identity. `width` is the model's padded action; any `suites` replace the table's."""
     return {
         "model_family": MODEL_FAMILY, "policy_config": c.name, "adapter": c.adapter, "discrete_state_input": c.discrete_state_input,
-        "trained_for": list(c.trained_for if suites is None else suites), "state": {"dim": c.state_dim, "num_bins": BINS},
+        "trained_for": list(suites or c.trained_for), "state": {"dim": c.state_dim, "num_bins": BINS},
         "action": {"dim": c.action_dim, "max_dim": width, "horizon": c.horizon},
         "cameras": {"slots": [camera._asdict() for camera in c.cameras], "ignored": list(c.ignored)},
         "image_resolution": [image, image], "tokenizer": {**tokenizer, "max_length": PROMPT_TOKENS, "max_text": max_text},

@@ -72,8 +72,8 @@ def recipe(
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32",
     batch: int = 1,
     max_text: int = 208,
-    components: Sequence[str] | None = None,
-    suites: Sequence[str] | None = None,
+    components: Sequence[str] = (),
+    suites: Sequence[str] = (),
     geometry: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Bundle:
@@ -96,7 +96,7 @@ def recipe(
     """
     checkpoint, out = Path(checkpoint), Path(out)
     wanted = COMPONENTS[:3] if no_hoist_cond else COMPONENTS
-    chosen = wanted if components is None else tuple(components)
+    chosen = tuple(components) or wanted
     _check_options(dtype, batch, max_steps, max_text, chosen, wanted)
     stored = open_checkpoint(checkpoint, PREFIXES)
     g = read_geometry(Path(geometry)) if geometry else RELEASED
