@@ -25,7 +25,10 @@ check: $(VENV)/installed ## ruff, mypy and import-linter
 	$(BIN)/lint-imports
 
 bench: $(VENV)/installed ## measure; writes docs/*.json
-	@for script in benchmarks/[a-z]*.py; do echo "$$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/certify_%,$(wildcard benchmarks/[a-z]*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done
+
+certify-oracle: $(VENV)/installed ## the oracle over five suites, twice ten trials of each task: hours; writes docs/oracle.json and docs/oracle.md's tables
+	$(BIN)/python benchmarks/certify_oracle.py $(ARGS)
 
 matrix: ## the tests under every other Python that this machine has
 	@found=0; for v in 3.11 3.12 3.13; do \
@@ -57,4 +60,4 @@ else
 endif
 	@touch $@
 
-.PHONY: help demo test check bench matrix docs clean lock
+.PHONY: help demo test check bench certify-oracle matrix docs clean lock
