@@ -65,7 +65,7 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Vector], *, syn
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, **arrays)
+            np.savez(file, allow_pickle=False, **arrays)  # compressing takes longer than an episode's whole bookkeeping, and saves a third
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
