@@ -36,24 +36,7 @@ from vla_eval.run.loop import start
 GROUPS = ["x", "y", "z", "roll", "pitch", "yaw", "gripper"]
 SIZE = 64
 # What is wrong with the metadata of the sets in Isaac-GR00T/demo_data; their rows and videos are Git LFS pointers until fetched.
-DEMOS: dict[str, list[tuple[str, str]]] = {
-    "libero_demo": [],
-    "cube_to_bowl_5": [("info-total", "total_chunks is 0; there are 1"), ("info-splits", "split 'train' is '0:50'; there are 5 episodes")],
-    "droid_sample": [
-        *(("feature-standard", f"features has no '{name}'") for name in ("timestamp", "frame_index", "episode_index", "index")),
-        *(("video-info", f"features['observation.images.{name}'] has no 'info'") for name in ("exterior_1_left", "wrist_left")),
-        ("info-optional", "'total_tasks' is missing"),
-        ("task-empty", "task 0 is ''"),
-    ],
-    "gr1.PickNPlace": [
-        *(("video-info", f"features['observation.images.{name}'] has no 'info'") for name in ("egoview", "ego_view")),
-        *(("feature-dtype", f"features['{name}'] is float64") for name in ("observation.state", "action")),
-        ("feature-standard", "features has no 'frame_index'"),
-        ("info-total", "total_videos is 2; there are 10"),
-        ("info-total", "total_chunks is 0; there are 1"),
-        ("info-splits", "split 'train' is '0:100'; there are 5 episodes"),
-    ],
-}
+DEMOS: dict[str, list[tuple[str, str]]] = json.loads((Path(__file__).parents[1] / "golden/gr00t_demos/findings.json").read_text())
 
 
 @pytest.fixture(scope="session")
@@ -184,3 +167,27 @@ def test_the_demo_sets_have_the_faults_that_are_known_of_them(name: str, checkou
     assert len(found) == len(DEMOS[name]), [str(finding) for finding in found]
     for rule, text in DEMOS[name]:
         assert any(finding.rule == rule and finding.text.startswith(text) for finding in found), (rule, text)
+
+
+def test_an_annotation_of_no_column_stops_the_loader_only_if_it_is_asked_for(
+    gr00t: Any, written: tuple[Path, RunFolder], tmp_path: Path
+) -> None:
+    """Two of the demo sets have one, so it is a warning."""
+    root = Path(shutil.copytree(written[0], tmp_path / "copy"))
+    modality = json.loads((root / "meta/modality.json").read_text())
+    modality["annotation"]["human.validity"] = {}
+    (root / "meta/modality.json").write_text(json.dumps(modality))
+    assert [(finding.rule, finding.severity) for finding in check(root, videos=False) if finding.rule != "constant-dimension"] == [
+        ("annotation-column", "warning")
+    ]
+    assert len(opened(gr00t, root)[0]) > 0
+
+
+def test_an_instruction_under_another_name_stops_the_loader(gr00t: Any, written: tuple[Path, RunFolder], tmp_path: Path) -> None:
+    """What `policy-language` says of such a set."""
+    root = Path(shutil.copytree(written[0], tmp_path / "copy"))
+    modality = json.loads((root / "meta/modality.json").read_text())
+    modality["annotation"] = {"human.task": {"original_key": "task_index"}}
+    (root / "meta/modality.json").write_text(json.dumps(modality))
+    with pytest.raises(AssertionError, match="not found in language modality"):
+        opened(gr00t, root)[0]

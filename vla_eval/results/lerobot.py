@@ -380,7 +380,10 @@ def _beside(out: Path, *, append: bool) -> Iterator[tuple[Path, Dataset | None]]
     if append and not exists:
         raise BadRequest(f"{out} does not exist, so nothing can be added to it; leave out --append")
     old = open_dataset(out) if append else None
-    new = out.with_name(f".{out.name}.partial")
+    place = out.resolve()  # a link is not replaced, but what it names
+    if Path.cwd().is_relative_to(place):
+        raise BadRequest(f"{out} is or holds the folder you are in, which would be replaced; go out of it, or choose another --out")
+    new = place.with_name(f".{place.name}.partial")
     try:
         new.mkdir(parents=True, exist_ok=True)
         with _held(new, out):
@@ -388,9 +391,9 @@ def _beside(out: Path, *, append: bool) -> Iterator[tuple[Path, Dataset | None]]
             try:
                 yield new, old
                 if old is None:
-                    new.rename(out)
+                    new.rename(place)
                 else:
-                    _exchange(new, out)
+                    _exchange(new, place)
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     except OSError as error:

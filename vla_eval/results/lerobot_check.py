@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..types import BadRequest
 from .lerobot_meta import ACTION, EPISODES, INFO, MODALITY, STATE, STATS, TASKS, Dataset, Record, metadata, read_object
 from .lerobot_policy import PolicyNeeds, against
-from .lerobot_rows import Rows, is_pointer, read_rows
+from .lerobot_rows import Rows, is_pointer, not_there, read_rows
 from .lerobot_rules import Finding, Progress, Steps, silent
 from .lerobot_stats import FIELDS, Summary, disagreements, read_stats
 from .lerobot_video import decode
@@ -182,8 +182,11 @@ def _videos(dataset: Dataset, progress: Progress) -> Steps[None]:
 
 def _video(dataset: Dataset, record: Record, feature: str) -> Steps[None]:
     file = dataset.video(record.index, feature)
-    if not (dataset.root / file).exists():
-        yield Finding("video-missing", file, "is not there")
+    if fault := not_there(dataset.root / file):
+        yield Finding("video-missing", file, fault)
+        return
+    if not (dataset.root / file).is_file():
+        yield Finding("video-unreadable", file, "is no file")
         return
     if is_pointer(dataset, file):
         yield Finding("video-unreadable", file, "is a Git LFS pointer; fetch the data with `git lfs pull`")
@@ -209,7 +212,7 @@ def _picture_size(dataset: Dataset, feature: str) -> tuple[int, int]:
     names = entry.get("names")
     if isinstance(names, list) and {"height", "width"} <= set(map(str, names)) and len(names) == len(shape):
         return shape[names.index("height")], shape[names.index("width")]
-    return shape[0], shape[1] if len(shape) > 1 else 0
+    return shape[0], shape[1]
 
 
 def _first(mask: NDArray[np.bool_] | Any) -> int | None:

@@ -26,6 +26,7 @@ INDEX_COLUMNS = ("timestamp", "frame_index", "episode_index", "index", "task_ind
 COLUMNS = (STATE, ACTION, *INDEX_COLUMNS)  # the seven, in order
 META_LIMIT_BYTES = 1 << 30
 _MOST = 1 << 40  # episodes, rows or tasks: more is a damaged number
+CELL_LIMIT = 1024  # numbers; statistics take up to 2.5 MB for each
 NOT_ROWS = ("video", "image")  # dtypes of features whose data is not a column of numbers
 
 Section = Literal["state", "action"]
@@ -265,7 +266,11 @@ def _features(data: object) -> Steps[dict[str, Feature]]:
                 "info-feature", INFO, f"features[{name!r}] has dtype {dtype!r} and shape {shape!r}; it wants a name and whole numbers"
             )
             continue
-        found[name] = Feature(dtype, tuple(shape))
+        feature = Feature(dtype, tuple(shape))
+        if fault := _feature_fault(name, feature):
+            yield Finding("info-feature", INFO, f"features[{name!r}] {fault}")
+            continue
+        found[name] = feature
         if dtype == "video" and not isinstance(entry.get("info"), dict):
             yield Finding("video-info", INFO, f"features[{name!r}] has no 'info' object (GR00T's sets write 'info', not 'video_info')")
         if name in (STATE, ACTION) and dtype != "float32":
@@ -274,6 +279,16 @@ def _features(data: object) -> Steps[dict[str, Feature]]:
         if name not in data:
             yield Finding("feature-standard", INFO, f"features has no {name!r}, one of the seven standard columns")
     return found
+
+
+def _feature_fault(name: str, feature: Feature) -> str | None:
+    """What keeps a feature from being read, though its entry is well formed."""
+    if feature.dtype != "video":
+        too_wide = feature.dtype not in NOT_ROWS and feature.width > CELL_LIMIT
+        return f"has shape {list(feature.shape)}; a cell of more than {CELL_LIMIT} numbers is not read here" if too_wide else None
+    if not name.isprintable() or "/" in name or name in (".", "..", ""):  # it stands for a folder in video_path
+        return "is a video's name and so a folder's; it wants letters, digits and dots, no slash"
+    return None if len(feature.shape) > 1 else f"has shape {list(feature.shape)}; a video wants [height, width, channels]"
 
 
 def _template_fault(template: object, *, video: bool) -> str | None:
@@ -391,7 +406,7 @@ def _modality(dataset: Dataset) -> Steps[Dataset]:
             yield Finding("annotation-column", MODALITY, f"annotation {name!r} reads column {column!r}, which info.json does not declare")
             continue
         annotations[name] = column
-    named: dict[str, frozenset[str]] = {part: frozenset(data[part]) for part in ("state", "action", "video") if part in data}
+    named: dict[str, frozenset[str]] = {part: frozenset(data[part]) for part in ("state", "action", "video", "annotation") if part in data}
     return replace(dataset, groups=groups, cameras=cameras, annotations=annotations, named=named)
 
 

@@ -36,6 +36,7 @@ class PolicyNeeds:
     cameras: tuple[str, ...]
     horizon: int | None = None
     trained_for: tuple[str, ...] = ()  # suites; none: it does not say
+    language: str | None = None  # "annotation.…", where the instruction comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Compared:
 
 def read_needs(bundle: Path) -> PolicyNeeds:
     """What a GR00T bundle's policy.json asks for. Raises BadRequest if there is none or it is another model's."""
+    if not (bundle / POLICY).is_file():
+        raise BadRequest(f"{bundle / POLICY} is not there; --against wants the folder of an exported GR00T bundle")
     data = settled(read_object(bundle, POLICY), bundle) or {}
     if data.get("model_family") != FAMILY:
         raise BadRequest(
@@ -75,7 +78,8 @@ def read_needs(bundle: Path) -> PolicyNeeds:
             raise BadRequest(f"{bundle / POLICY}: {section}.groups cannot be read ({error!r}); export the checkpoint again") from error
     horizon = data["action"].get("horizon")
     cameras, suites = (tuple(map(str, data.get(key) or ())) for key in ("cameras", "trained_for"))
-    return PolicyNeeds(groups, cameras, horizon if is_int(horizon) else None, suites)
+    language = data.get("language_key")
+    return PolicyNeeds(groups, cameras, horizon if is_int(horizon) else None, suites, language if isinstance(language, str) else None)
 
 
 def compare(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[str, list[float]]]) -> list[Compared]:
@@ -116,6 +120,13 @@ def against(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[st
         told = f"the policy looks through {', '.join(needs.cameras)}; there are {', '.join(sorted(cameras)) or 'none'}"
         by_place = ", and as many as it wants: the loader would pair them by position" if len(cameras) == len(needs.cameras) else ""
         yield Finding("policy-camera", MODALITY, f"camera {missing[0]!r} is missing: {told}{by_place}")
+    annotations = dataset.named.get("annotation", frozenset())
+    if dataset.named and needs.language is not None and needs.language.removeprefix("annotation.") not in annotations:
+        yield Finding(
+            "policy-language",
+            MODALITY,
+            f"the policy takes its instruction from {needs.language!r}; there are {', '.join(sorted(annotations)) or 'no annotations'}",
+        )
     for one in compare(dataset, needs, stats):
         told = f"{one.name} runs {one.low:.4g}…{one.high:.4g} (q01…q99), the policy's bounds are {one.policy_low:.4g}…{one.policy_high:.4g}"
         moves = one.policy_high - one.policy_low > STILL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,11 @@ def read_rows(dataset: Dataset, index: int, names: frozenset[str] | None = None)
 
     file = dataset.data(index)
     path = dataset.root / file
-    if not path.exists():
-        yield Finding("data-missing", file, "is not there")
+    if fault := not_there(path):
+        yield Finding("data-missing", file, fault)
+        return None
+    if not path.is_file():
+        yield Finding("data-unreadable", file, "is no file")
         return None
     if is_pointer(dataset, file):
         yield Finding("data-unreadable", file, "is a Git LFS pointer; fetch the data with `git lfs pull`")
@@ -45,7 +49,9 @@ def read_rows(dataset: Dataset, index: int, names: frozenset[str] | None = None)
             if fault:
                 yield Finding("data-unreadable", file, fault)
                 return None
-            table = parquet.read([name for name in wanted if name in present], use_threads=False)
+            types = {field.name: field.type for field in parquet.schema_arrow}
+            # Text is nobody's input here, and a dictionary of a few bytes can make gigabytes of it: only columns of numbers are decoded.
+            table = parquet.read([name for name in wanted if name in present and _holds_numbers(types[name])], use_threads=False)
     except (pa.ArrowException, OSError, ValueError) as error:
         yield Finding("data-unreadable", file, f"no parquet file that can be read ({' '.join(str(error).split())[:200]})")
         return None
@@ -57,10 +63,19 @@ def read_rows(dataset: Dataset, index: int, names: frozenset[str] | None = None)
         if name not in present:
             yield Finding("column-missing", file, f"column {name!r} is missing; it has {', '.join(sorted(present))}")
             continue
-        numbers = yield from _numbers(name, feature, table.column(name), file, is_vector=feature.width > 1 or name in sliced)
+        column = table.column(name) if name in table.column_names else pa.chunked_array([], types[name])
+        numbers = yield from _numbers(name, feature, column, file, is_vector=feature.width > 1 or name in sliced)
         if numbers is not None:
             rows[name] = numbers
     return rows
+
+
+def not_there(path: Path) -> str | None:
+    """Why a path names nothing, if so."""
+    try:
+        return None if path.exists() else "is not there"
+    except (OSError, ValueError) as error:
+        return f"cannot be there ({getattr(error, 'strerror', None) or error})"
 
 
 def is_pointer(dataset: Dataset, file: str) -> bool:
@@ -141,6 +156,15 @@ def _is_number(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
+def _holds_numbers(kind: Any) -> bool:
+    """Numbers, or lists of them, however deep."""
+    import pyarrow as pa
+
+    while pa.types.is_nested(kind) and kind.num_fields == 1:
+        kind = kind.field(0).type
+    return _is_number(kind)
 
 
 def _first(mask: Any) -> int:

@@ -20,7 +20,7 @@ ERRORS: Mapping[str, str] = {
     "jsonl-spread": "an object stands on several lines; .jsonl wants one object a line",
     "layout-v3": "the files are laid out as LeRobot v3.0 (many episodes a file), which GR00T N1.7 cannot read",
     "info-field": "info.json lacks a field that the loader needs, or holds another type there",
-    "info-feature": "a feature of info.json has no usable dtype and shape",
+    "info-feature": "a feature of info.json has no usable name, dtype and shape",
     "path-template": "a path template of info.json leads out of the dataset or names no episode",
     "task-field": "a line of tasks.jsonl is not {task_index, task}",
     "task-duplicate": "two lines of tasks.jsonl have one task_index or one task",
@@ -38,7 +38,6 @@ ERRORS: Mapping[str, str] = {
     "slice-overrun": "a slice ends past the width of its column; the loader cuts it short without a word",
     "slice-overlap": "two groups of one column share a dimension",
     "camera-feature": "a camera of modality.json has no video feature in info.json",
-    "annotation-column": "an annotation of modality.json reads a column that info.json does not declare",
     "data-missing": "an episode has no parquet file",
     "data-unreadable": "a parquet file cannot be read",
     "column-missing": "a parquet file lacks a column that info.json declares",
@@ -65,6 +64,7 @@ ERRORS: Mapping[str, str] = {
     "video-size": "a video's pictures are not of the size that info.json declares",
     "policy-group": "the policy reads a group that modality.json lacks",
     "policy-camera": "the policy looks through a camera that modality.json lacks; the loader would pair cameras by position",
+    "policy-language": "the policy takes its instruction from an annotation that modality.json lacks",
     "policy-width": "a group is wider or narrower than the policy was trained on",
     "policy-scale": "a dimension's q01…q99 lies far outside the policy's own bounds: other units, another gripper",
 }
@@ -79,6 +79,7 @@ WARNINGS: Mapping[str, str] = {
     "video-info": "a video feature has no 'info'",
     "task-empty": "a task is an empty sentence: its episodes teach without an instruction",
     "slice-gap": "a dimension belongs to no group of modality.json",
+    "annotation-column": "an annotation of modality.json reads a column that info.json does not declare; asked for it, the loader stops",
     "camera-swapped": "a camera's name points at another camera's video",
     "episode-short": "an episode is shorter than the action horizon: it yields no whole chunk",
     "data-unlisted": "a parquet file has no line in episodes.jsonl, though the reference's statistics count it",
@@ -108,7 +109,9 @@ class Finding:
 
     def __str__(self) -> str:
         place = self.file if self.row is None else f"{self.file}:{self.row}"
-        return f"{self.severity}: {place}: {self.text} [{self.rule}]"
+        told = f"{self.severity}: {place}: {self.text} [{self.rule}]"
+        # Names come with the dataset, and one finding is one line of plain text.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in told)
 
 
 Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many

@@ -24,6 +24,7 @@ from vla_eval.types import BadRequest
 CASES = Path(__file__).parents[2] / "cases" / "datasets"
 FIRST = "data/chunk-000/episode_000000.parquet"
 FILM = "videos/chunk-000/observation.images.image/episode_000000.mp4"
+VIDEO_FIELDS = "/{video_key}/{episode_index}"
 AXES = ("x", "y", "z", "roll", "pitch", "yaw")
 # Bounds wide enough for anything these made-up arms do, and no wider than a twentieth of it.
 NEEDS = PolicyNeeds(
@@ -34,6 +35,7 @@ NEEDS = PolicyNeeds(
     cameras=("image", "wrist_image"),
     horizon=16,
     trained_for=("pick",),
+    language="annotation.human.action.task_description",
 )
 MUTATIONS: dict[str, Callable[[Path], None]] = {}
 
@@ -508,6 +510,12 @@ def _(root: Path) -> None:
 @breaks("policy-camera")
 def _(root: Path) -> None:
     shutil.copy(CASES / "modality/cameras_renamed.json", root / "meta/modality.json")
+    modality(root, lambda data: data.update(annotation={"human.action.task_description": {"original_key": "task_index"}}))
+
+
+@breaks("policy-language")
+def _(root: Path) -> None:
+    modality(root, lambda data: data.update(annotation={"human.task": {"original_key": "task_index"}}))
 
 
 @breaks("policy-width")
@@ -684,10 +692,77 @@ def test_the_statistics_of_the_cases_are_refused_by_column_and_field(case: str, 
 )  # fmt: skip
 def test_the_modalities_of_the_cases_are_judged_with_the_policy_in_mind(case: str, rules: set[str], dataset: Path) -> None:
     shutil.copy(CASES / "modality" / f"{case}.json", dataset / "meta/modality.json")
-    assert {finding.rule for finding in found(dataset, "policy")} == rules
+    assert {finding.rule for finding in found(dataset, "policy")} - {"policy-language"} == rules  # the cases have no annotations
     assert {finding.rule for finding in found(dataset, "")} == {rule for rule in rules if not rule.startswith("policy")}
 
 
 def test_a_policy_s_missing_camera_says_that_the_loader_pairs_by_position(dataset: Path) -> None:
     MUTATIONS["policy-camera"](dataset)
     assert "pair them by position" in found(dataset, "policy")[0].text
+
+
+@pytest.mark.parametrize("file", [FIRST, FILM])
+def test_a_folder_where_a_file_should_be_is_a_finding(file: str, dataset: Path) -> None:
+    (dataset / file).unlink()
+    (dataset / file).mkdir()
+    assert [(finding.rule, finding.file) for finding in found(dataset)] == [
+        ("data-unreadable" if file == FIRST else "video-unreadable", file)
+    ]
+
+
+def test_a_path_that_no_disk_can_hold_is_a_finding(dataset: Path) -> None:
+    info(dataset, lambda data: data.update(data_path="data/" + "x" * 5000 + "/{episode_index}", video_path="v" * 300 + VIDEO_FIELDS))
+    rules = [finding.rule for finding in found(dataset) if finding.rule != "data-unlisted"]
+    assert rules == ["data-missing"] * 3 + ["video-missing"] * 6
+
+
+@pytest.mark.parametrize("name", ["../../../escaped", "a/b", "..", "nul\0"])
+def test_a_camera_s_name_is_no_way_out_of_the_dataset(name: str, dataset: Path) -> None:
+    """It becomes a folder's name, in videos/ and, when episodes are added, in a new dataset."""
+    info(dataset, lambda data: data["features"].update({name: data["features"]["observation.images.image"]}))
+    (finding,) = [finding for finding in found(dataset) if finding.severity == "error"]
+    assert (finding.rule, finding.file) == ("info-feature", "meta/info.json")
+    with pytest.raises(BadRequest, match="info-feature"):
+        open_dataset(dataset)
+
+
+@pytest.mark.parametrize("shape", [[1 << 19], [1 << 19] * 40, [33, 33]])
+def test_cells_of_absurd_width_are_a_finding_before_anything_is_set_aside_for_them(shape: list[int], dataset: Path) -> None:
+    info(dataset, lambda data: data["features"].update(big={"dtype": "float32", "shape": shape, "names": None}))
+    (finding,) = found(dataset, "")
+    assert (finding.rule, "big" in finding.text) == ("info-feature", True)
+
+
+@pytest.mark.parametrize("shape", [[], [32]])
+def test_a_video_has_a_height_and_a_width_or_is_a_finding(shape: list[int], dataset: Path) -> None:
+    info(dataset, lambda data: data["features"]["observation.images.image"].update(shape=shape))
+    assert "info-feature" in {finding.rule for finding in found(dataset)}
+
+
+def test_text_columns_are_not_decoded(dataset: Path) -> None:
+    """A few kilobytes of dictionary can claim gigabytes of text, and nobody reads it."""
+    table = pq.read_table(dataset / FIRST)
+    note = pa.array(["x" * 4_000_000] * len(table)).dictionary_encode()
+    pq.write_table(table.append_column("note", note), dataset / FIRST, store_schema=False)  # comes back as plain text: 124 MB
+    info(dataset, lambda data: data["features"].update(note={"dtype": "string", "shape": [1], "names": None}))
+    before = pa.default_memory_pool()
+    counting = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(counting)
+    try:
+        assert {finding.rule for finding in found(dataset, "")} == {"column-missing"}  # of the other episodes
+    finally:
+        pa.set_memory_pool(before)
+    assert counting.max_memory() < 40_000_000
+
+
+def test_a_finding_is_one_line_whatever_the_dataset_calls_its_things(dataset: Path) -> None:
+    modality(dataset, lambda data: data["state"].update({"x\n\x1b[31m": {"start": 6, "end": 9}}))
+    told = [str(finding) for finding in found(dataset, "")]
+    assert any("state.x\\n\\x1b[31m is 6:9" in line for line in told)
+    assert all(line.isprintable() for line in told)
+
+
+def test_the_policy_s_instruction_is_looked_for(dataset: Path) -> None:
+    MUTATIONS["policy-language"](dataset)
+    (finding,) = found(dataset, "policy")
+    assert "'annotation.human.action.task_description'" in finding.text

@@ -120,7 +120,7 @@ def test_a_bundle_s_bounds_are_compared(vla_eval: Command, dataset: Path, tmp_pa
         ("dataset replay {dataset} --task toy --episodes 3-1", "neither a number nor a range"),
         ("dataset replay {dataset} --task toy --episodes 9", "has no episode 9"),
         ("dataset replay {dataset} --task toy", "episode 0 is of 'pick@v1/0', which is none of toy@v1's tasks"),
-        ("dataset check {dataset} --against {dataset}", "action/policy.json: is not there"),
+        ("dataset check {dataset} --against {dataset}", "action/policy.json is not there; --against wants"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence_and_exit_code_2(

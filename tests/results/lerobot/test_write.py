@@ -322,3 +322,26 @@ def test_episode_1000_begins_the_second_folder(tmp_path: Path, make_run: MakeRun
     assert (tmp_path / "out/data/chunk-001/episode_000002.parquet").exists()
     assert load(tmp_path / "out", "meta/info.json")["total_chunks"] == 2
     assert list(check(tmp_path / "out")) == []
+
+
+def test_the_folder_one_is_in_is_not_swapped_from_under_one(
+    make_run: MakeRun, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = tmp_path / "new" / "deeper"
+    inside.mkdir(parents=True)
+    for here, out, append in ((dataset, ".", True), (dataset / "meta", "..", True), (inside, ".", False)):
+        monkeypatch.chdir(here)
+        with pytest.raises(BadRequest, match="folder you are in"):
+            write([make_run(tmp_path / here.name, run_id="other")], Path(out), append=append)
+        assert Path.cwd() == here
+
+
+def test_adding_through_a_link_adds_to_what_it_names(make_run: MakeRun, tmp_path: Path) -> None:
+    """A data folder on another disk, linked into the project."""
+    real, link = tmp_path / "disk" / "data", tmp_path / "data"
+    write([make_run(tmp_path)], real)
+    link.symlink_to(real)
+    assert write([make_run(tmp_path, run_id="other")], link, append=True).total_episodes == 6
+    assert link.is_symlink()
+    assert len(open_dataset(real).episodes) == 6
+    assert sorted(path.name for path in tmp_path.rglob("*.partial")) == []
