@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from vla_eval.results.compare import compare, difference_markdown
-from vla_eval.results.difference import differences
+from vla_eval.results.difference import ABSENT, differences, places
 from vla_eval.results.folder import RunFolder, create
 from vla_eval.types import BadRequest
 
@@ -122,7 +122,6 @@ def test_the_difference_of_two_manifests_names_every_difference(make_runs: Modul
     found = {d.key: (d.a, d.b) for d in differences(a, b)}
     assert found == {
         "trials": (4, 5),
-        "options": ({}, "(absent)"),
         "options.horizon": ("(absent)", 4),
         "bundle": (None, "feed"),
         **{f"ledger.shop@fair/{task}, trial 4": ("(absent)", "planned") for task in range(3)},
@@ -151,3 +150,14 @@ def test_what_cannot_be_compared_is_one_sentence(
 def test_a_run_is_not_compared_with_itself(clerk: RunFolder) -> None:
     with pytest.raises(BadRequest, match="the same run"):
         compare(clerk, clerk)
+
+
+def test_a_difference_is_named_where_it_is_and_not_above() -> None:
+    before = {"options": {}, "tasks": {"a": {"cap": 60, "size": [64, 64]}}, "gone": {"deep": 1}}
+    now = {"options": {"steps": 4}, "tasks": {"a": {"cap": 80, "size": (64, 64)}}, "new": {}}
+    assert list(places(before, now)) == [
+        (("options", "steps"), ABSENT, 4),
+        (("tasks", "a", "cap"), 60, 80),
+        (("gone",), {"deep": 1}, ABSENT),
+        (("new",), ABSENT, {}),
+    ]

@@ -230,15 +230,15 @@ def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path, toy: Tas
     ("change", "says"),
     [
         ({"tasks": {"max_steps": 90}}, r"protocol\.tasks\.toy@v1/2\.max_steps: 80 then, 90 now"),
-        ({"tasks": {"env_kwargs": {"task": 2}}}, r"protocol\.tasks\.toy@v1/2\.env_kwargs\.max_steps: 80 then, None now"),
+        ({"tasks": {"env_kwargs": {"task": 2}}}, r"protocol\.tasks\.toy@v1/2\.env_kwargs\.max_steps: 80 then, \(absent\) now"),
         ({"seed": 1}, "seed: 0 then, 1 now"),
         ({"trials": 3}, "trials: 2 then, 3 now"),
         ({"replan": 4}, "replan: 8 then, 4 now"),
         ({"batch": 2}, "batch: 1 then, 2 now"),
         ({"bundle": "abc"}, "bundle: None then, 'abc' now"),
-        ({"options": {"horizon": 8}}, "options.horizon: None then, 8 now"),
+        ({"options": {"horizon": 8}}, r"options.horizon: \(absent\) then, 8 now"),
         ({"policy": random()}, "policy: 'zero' then, 'random' now"),
-        ({"others": [0]}, r"protocol\.tasks\.toy@v1/0: None then"),
+        ({"others": [0]}, r"protocol\.tasks\.toy@v1/0: \(absent\) then"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -1,4 +1,4 @@
-"""How two manifests differ, and whether their (task, trial) are the same episodes."""
+"""How two pieces of plain data differ; of two manifests, whether their (task, trial) are the same episodes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,22 @@ class Difference(NamedTuple):
 
 def differences(a: RunManifest, b: RunManifest) -> list[Difference]:
     """Every place in which two manifests differ, by its path; those that separate the runs come first."""
-    flat_a, flat_b = (dict(_flat((), _comparable(manifest))) for manifest in (a, b))
     shared = {task for task, _ in a.ledger} & {task for task, _ in b.ledger}
     found = []
-    for path in dict.fromkeys([*flat_a, *flat_b]):
-        one, other = flat_a.get(path, ABSENT), flat_b.get(path, ABSENT)
-        if one != other:
-            unknown = path[-1] in LATER and None in (one, other)
-            found.append(Difference(".".join(path), one, other, not unknown and _separates(path, shared)))
+    for path, one, other in places(_comparable(a), _comparable(b)):
+        unknown = path[-1] in LATER and None in (one, other)
+        found.append(Difference(".".join(path), one, other, not unknown and _separates(path, shared)))
     return sorted(found, key=lambda difference: not difference.separates)
+
+
+def places(a: Any, b: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Each place where two pieces of plain data differ, with what each has there; ABSENT where one has nothing."""
+    one, other = _listed(a), _listed(b)
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in dict.fromkeys([*one, *other]):
+            yield from places(one.get(key, ABSENT), other.get(key, ABSENT), (*path, key))
+    elif one != other:
+        yield path, one, other
 
 
 def _separates(path: tuple[str, ...], shared: set[str]) -> bool:
@@ -56,9 +63,8 @@ def _comparable(manifest: RunManifest) -> dict[str, Any]:
     return data
 
 
-def _flat(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _flat((*path, str(key)), inner)
-    else:
-        yield path, list(value) if isinstance(value, tuple) else value
+def _listed(value: Any) -> Any:
+    """As JSON gives it back, which knows no tuple."""
+    if isinstance(value, Mapping):
+        return {str(key): _listed(inner) for key, inner in value.items()}
+    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value

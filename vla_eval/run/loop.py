@@ -330,9 +330,7 @@ class Run:
                 f"{task.id}: its initial states are {facts.starts}, and were {known} when this run began; start a new run instead"
             )
         versions = {**self.manifest.versions, **facts.versions}
-        if differs := list(
-            manifests.differences(self.manifest.versions, {name: versions[name] for name in self.manifest.versions}, "versions")
-        ):
+        if differs := manifests.differences(self.manifest.versions, {name: versions[name] for name in self.manifest.versions}, "versions"):
             raise BadRequest(f"{task.id}: the simulator is not what this run began with: {'; '.join(differs)}. Start a new run instead")
         said = {"starts": facts.starts, "control_hz": facts.interface.control_hz}
         protocol = {**self.manifest.protocol, "tasks": {**tasks, task.id: {**tasks[task.id], **said}}}

@@ -1,4 +1,4 @@
-"""Who ran what, where, from which commit: a run's manifest, and how two of them differ."""
+"""Who ran what, where, from which commit: a run's manifest, and what of a run is no longer as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..results.difference import ABSENT, places
 from ..results.folder import SCHEMA
 from ..types import Policy, RunManifest, Task
 
@@ -120,18 +121,13 @@ def hardware() -> dict[str, str]:
     return found
 
 
-def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Each place where two pieces of plain data differ: "protocol.tasks.toy@v1/0.max_steps: 60 then, 80 now"."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in [*before, *(key for key in now if key not in before)]:
-            yield from differences(before.get(key), now.get(key), f"{where}.{key}" if where else str(key))
-    elif _data(before) != _data(now):
-        yield f"{where}: {_data(before)!r} then, {_data(now)!r} now"
-
-
-def _data(value: Any) -> Any:
-    # JSON knows lists only
-    return [_data(item) for item in value] if isinstance(value, (list, tuple)) else value
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """Each place where two pieces of plain data differ, told: "protocol.tasks.toy@v1/0.max_steps: 60 then, 80 now"."""
+    start = (where,) if where else ()
+    return [
+        f"{'.'.join(path)}: {ABSENT if one == ABSENT else repr(one)} then, {ABSENT if other == ABSENT else repr(other)} now"
+        for path, one, other in places(before, now, start)
+    ]
 
 
 def changed(manifest: RunManifest, now: RunManifest) -> list[str]:
@@ -143,7 +139,7 @@ def changed(manifest: RunManifest, now: RunManifest) -> list[str]:
     for task, numbers in kept["protocol"].get("tasks", {}).items():  # what a simulator said is compared when one stands
         new["protocol"]["tasks"].get(task, {}).update(starts=numbers.get("starts"), control_hz=numbers.get("control_hz"))
     new["versions"] = {**kept["versions"], **new["versions"]}
-    return list(differences(kept, new))
+    return differences(kept, new)
 
 
 def _plain(name: str) -> str:
