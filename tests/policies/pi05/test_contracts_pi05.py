@@ -135,18 +135,19 @@ def test_another_layout_of_the_same_weights_makes_the_same_engines(
     assert ("1 tensors are none of pi0.5's and are not used: extra.weight" in caplog.text) == ("nobody knows" in case)
 
 
+def unmarked(tensors: Tensors) -> Tensors:
+    return {name: array for name, array in tensors.items() if "dense" not in name and "time_mlp" not in name}
+
+
 DENSE = f"{EXPERT}.layers.0.input_layernorm.dense.weight"
 REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "pi0": (
-        lambda t: {k: v for k, v in t.items() if "dense" not in k and "time_mlp" not in k} | {"state_proj.weight": t["action_in_proj.weight"]},
+        lambda t: unmarked(t) | {"state_proj.weight": t["action_in_proj.weight"]},
         r"a pi0 checkpoint \(state_proj\.weight\), not pi0\.5",
     ),
     "both markers": (plus("state_proj.weight", 48, 32), "pi0 and pi0.5 are mixed here"),
-    "half a marker": (without(DENSE), "has time_mlp_in.weight, but not adaRMS norms|have time_mlp_in.weight, but not adaRMS norms"),
-    "neither": (
-        lambda t: {k: v for k, v in t.items() if "dense" not in k and "time_mlp" not in k},
-        "not a pi0.5 checkpoint",
-    ),
+    "half a marker": (without(DENSE), "have time_mlp_in.weight, but not adaRMS norms"),
+    "neither": (unmarked, "not a pi0.5 checkpoint"),
     "missing tensors": (without("action_out_proj.weight", "action_out_proj.bias"), r"no tensor action_out_proj\.(weight|bias), action_out"),
     "another shape": (lambda t: t | {"time_mlp_out.bias": np.zeros(47, np.float32)}, r"shape \[47\], the geometry says \[48\]"),
     "NaN": (lambda t: t | {"time_mlp_out.bias": np.full(48, np.nan, np.float32)}, "'time_mlp_out.bias' holds NaN"),
