@@ -1,10 +1,12 @@
-"""What tests share: compiled LIBERO environments, since compiling one takes two to four seconds."""
+"""What tests share: compiled LIBERO environments, since compiling one takes two to four seconds, and a GPU that host memory plays."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,3 +38,15 @@ def libero() -> Iterator[Callable[[str, int], LiberoEnv]]:
     yield compiled
     for env in alive.values():
         env.close()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], None]]:
+    """A card played by host memory and ONNX Runtime (`emulated_card.py`), and a function that puts plans beside a bundle's graphs."""
+    spec = spec_from_file_location("emulated_card", Path(__file__).with_name("emulated_card.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    installed: tuple[Any, Callable[[Any], None]] = module.install(monkeypatch)
+    return installed

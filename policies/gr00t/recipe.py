@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from vla_eval.arrays import write_npz
 from vla_eval.engines.bundle import Bundle, Identity, Stage, open_bundle, staged
+from vla_eval.engines.draw import draw
 from vla_eval.engines.graph import NUMPY, PRECISIONS, Dim, Graph, axis
-from vla_eval.engines.onnx_pen import OnnxPen
 from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
@@ -55,6 +55,7 @@ def recipe(
     components: Sequence[str] = COMPONENTS,
     geometry: Path | None = None,
     tokenizer: Path | None = None,
+    direct: bool = False,
 ) -> Bundle:
     """Export a GR00T N1.7 checkpoint: ONNX graphs, constant tables and the policy's contract, all checked before a byte is written.
 
@@ -69,6 +70,7 @@ def recipe(
         components: Only some of them, such as visual,action.
         geometry: A JSON file that declares another backbone than the released one.
         tokenizer: The backbone's tokenizer folder, if the checkpoint has none.
+        direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
     """
     checkpoint, folder = Path(checkpoint), Path(tokenizer) if tokenizer else Path(checkpoint) / "tokenizer"
     _check_options(dtype, batch, steps, max_text, components)
@@ -93,10 +95,10 @@ def recipe(
         "views": len(contract.cameras), "grid": [rows, columns], "geometry": asdict(a.geometry),
     }  # fmt: skip
     sizes = _sizes(contract, tokens, batch, rows * columns, max_text)
-    with staged(out, Identity("gr00t", "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
+    with staged(out, Identity("gr00t", "direct" if direct else "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
         for component in (name for name in COMPONENTS if name in components):
             _log.info("exporting %s", component)
-            drawn = _draw(stage.file(component, f"{component}.onnx"), dtype, component, stored, a, slot, sizes)
+            drawn = draw(stage, component, graph_of(component, a, slot, sizes, stored))
             extra: dict[str, Any] = {}
             if component == "vl_backbone":
                 _write(stage, component, "embed_tokens", dtype, table.shape, table.pieces())
@@ -163,12 +165,6 @@ def _selftest(
         tables = {"adanorm_modulation": modulation[k], "action_time_bias": bias[k]}
         inputs[f"action/{k}/in"] = {"noise_trajectory": noise, "state": state, **tables, **masks}
     return {f"{where}/{name}": array for where, arrays in inputs.items() for name, array in arrays.items()}
-
-
-def _draw(path: Path, dtype: str, component: str, stored: Checkpoint, a: Architecture, slot: int, sizes: Sizes) -> OnnxPen:
-    with OnnxPen(path, PRECISIONS[dtype]) as pen:
-        graph_of(component, a, slot, sizes, stored)(pen)
-    return pen
 
 
 def _write(stage: Stage, component: str, name: str, dtype: str, shape: Sequence[int], pieces: Any, *, suffix: str = "") -> None:

@@ -150,14 +150,18 @@ def check_network(found: Mapping[str, Any], config: Mapping[str, Any], where: st
                 )
 
 
-def write_plan(path: Path, plan: Any, said: Mapping[str, Any], component: str, config: Mapping[str, Any], sm: str, began: float) -> Built:
-    """The plan and its record, each under a temporary name first."""
+def write_plan(
+    path: Path, plan: Any, said: Mapping[str, Any], component: str, config: Mapping[str, Any], sm: str, began: float,
+    *, inspection: Any = None,
+) -> Built:  # fmt: skip
+    """The plan and its record, each under a temporary name first. The plan is inspected where it can be loaded, unless it was."""
     flavour, view = trt.door(), memoryview(plan)
     record = {
         "component": component, "export_id": config["export_id"], "frontend": config["frontend"], "flavour": flavour.name,
         "version": flavour.version, "sm": sm, "batch": config["options"]["batch"], "dtype": config["options"]["dtype"],
         "optimization_profile": config["optimization_profile"], "sha256": hashlib.sha256(view).hexdigest(), "bytes": view.nbytes,
-        "seconds": round(time.perf_counter() - began, 3), **said, "inspection": NOT_INSPECTED if sm == ANY_CARD else _inspect(view),
+        "seconds": round(time.perf_counter() - began, 3), **said,
+        "inspection": inspection or (NOT_INSPECTED if sm == ANY_CARD else _inspect(view)),
     }  # fmt: skip
     replace_file(path, view)
     replace_file(record_file(path), json.dumps(record, indent=1).encode() + b"\n")

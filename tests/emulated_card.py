@@ -1,0 +1,300 @@
+"""A card that is not there: cuda-python's calls in host memory, and plans that ONNX Runtime answers, so that the runtime runs on a CPU.
+
+What it cannot show (kernels, real captures, TensorRT's own answers) the tests under tests/gpu do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vla_eval.engines import kernels, trt
+from vla_eval.engines.bundle import Bundle, Component
+from vla_eval.engines.graph import NUMPY
+from vla_eval.engines.trt_build import plan_file, write_plan
+
+LABEL = b"a plan that ONNX Runtime answers: "
+Work = Callable[[], None]
+
+
+class Error(IntEnum):
+    cudaSuccess = 0
+    cudaErrorMemoryAllocation = 2
+    cudaErrorStreamCaptureUnsupported = 900
+
+
+class Emulated:
+    """What the process's only card holds. `refuse_capture` makes captures fail, `room` is its memory in bytes."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Any] = {}
+        self.pinned: dict[int, Any] = {}
+        self.events: dict[int, float] = {}
+        self.graphs: dict[int, list[Work]] = {}
+        self.recording: list[Work] | None = None
+        self.refuse_capture, self.room, self.launches, self.replays, self.enqueued = False, 1 << 32, 0, 0, 0
+        self._handles = itertools.count(1000)
+
+    # memory
+
+    def used(self) -> int:
+        return sum(ctypes.sizeof(block) for block in self.blocks.values())
+
+    def malloc(self, size: int, into: dict[int, Any] | None = None) -> tuple[Error, int]:
+        if into is None and self.used() + size > self.room:
+            return Error.cudaErrorMemoryAllocation, 0
+        block = (ctypes.c_ubyte * (size + 256))()
+        ctypes.memset(block, 0xFF, size + 256)  # NaN: nobody may count on zeros
+        address = -(-ctypes.addressof(block) // 256) * 256
+        (self.blocks if into is None else into)[address] = block
+        return Error.cudaSuccess, address
+
+    def free(self, pointer: int) -> tuple[Error]:
+        if pointer:
+            del (self.blocks if pointer in self.blocks else self.pinned)[pointer]
+        return (Error.cudaSuccess,)
+
+    # work
+
+    def do(self, work: Work) -> tuple[Error]:
+        if self.recording is None:
+            work()
+        else:
+            self.recording.append(work)
+        return (Error.cudaSuccess,)
+
+    def copy(self, to: int, source: int, size: int, kind: Any, stream: int) -> tuple[Error]:
+        assert not isinstance(to, np.generic)
+        return self.do(lambda: (ctypes.memmove(to, source, size), None)[1])
+
+    def begin(self, stream: int, mode: Any) -> tuple[Error]:
+        if self.refuse_capture:
+            return (Error.cudaErrorStreamCaptureUnsupported,)
+        self.recording = []
+        return (Error.cudaSuccess,)
+
+    def end(self, stream: int) -> tuple[Error, int]:
+        assert self.recording is not None
+        handle = next(self._handles)
+        self.graphs[handle], self.recording = self.recording, None
+        return Error.cudaSuccess, handle
+
+    def instantiate(self, graph: int, flags: int) -> tuple[Error, int]:
+        handle = next(self._handles)
+        self.graphs[handle] = list(self.graphs[graph])
+        return Error.cudaSuccess, handle
+
+    def replay(self, graph: int, stream: int) -> tuple[Error]:
+        self.replays += 1
+        for work in self.graphs[graph]:
+            work()
+        return (Error.cudaSuccess,)
+
+    def drop(self, graph: int) -> tuple[Error]:
+        del self.graphs[graph]
+        return (Error.cudaSuccess,)
+
+    def event(self) -> tuple[Error, int]:
+        handle = next(self._handles)
+        self.events[handle] = 0.0
+        return Error.cudaSuccess, handle
+
+    def forget(self, event: int) -> tuple[Error]:
+        del self.events[event]
+        return (Error.cudaSuccess,)
+
+    def record(self, event: int, stream: int, flags: int) -> tuple[Error]:
+        assert bool(flags) == (self.recording is not None), "the external flag is for captures, and captures are for it"
+        return self.do(lambda: self.events.__setitem__(event, time.perf_counter()))
+
+    def elapsed(self, start: int, end: int) -> tuple[Error, float]:
+        return Error.cudaSuccess, 1e3 * (self.events[end] - self.events[start])
+
+    def launch(
+        self, name: str, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, given: Any, extra: int
+    ) -> Any:
+        values, kinds = given
+        assert len(values) == len(kinds)
+        assert (gy, gz, by, bz, shared, extra) == (1, 1, 1, 1, 0, 0)
+        return self.do(lambda: self._kernel(name, gx, values))
+
+    def _kernel(self, name: str, blocks: int, values: Sequence[Any]) -> None:
+        self.launches += 1
+        if name == "euler":
+            x, v, dt, count = values
+            at(x, (count,), np.float32)[:] = kernels.euler(at(x, (count,), np.float32), at(v, (count,), np.float32), dt)
+        elif name == "place":
+            table, ids, features, slots, out, words = values
+            where = at(slots, (blocks,), np.int32)
+            row = words * kernels.WORD
+            seen = at(features, (int(where.max()) + 1, row), np.uint8)
+            names = at(ids, (blocks,), np.int64)
+            known = at(table, (int(names.max()) + 1, row), np.uint8) if table else None
+            at(out, (blocks, row), np.uint8)[:] = kernels.place(known, names, seen, where)
+        else:
+            x, y, count = values
+            kind = name.removeprefix("to_")
+            at(y, (count,), NUMPY[kind])[:] = kernels.narrow(at(x, (count,), np.float32), kind)  # type: ignore[index]
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        """cuda.bindings as the code imports it."""
+        ok = (Error.cudaSuccess,)
+        runtime, driver, parent = (
+            types.ModuleType("cuda.bindings.runtime"),
+            types.ModuleType("cuda.bindings.driver"),
+            sys.modules["cuda.bindings"],
+        )
+        for name, value in {
+            "cudaError_t": Error, "cudaStreamNonBlocking": 1, "cudaEventRecordExternal": 1,
+            "cudaMemcpyKind": types.SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2),
+            "cudaStreamCaptureMode": types.SimpleNamespace(cudaStreamCaptureModeThreadLocal=1),
+            "cudaDeviceAttr": types.SimpleNamespace(cudaDevAttrComputeCapabilityMajor=9, cudaDevAttrComputeCapabilityMinor=0),
+            "cudaGetDeviceCount": lambda: (*ok, 1), "cudaSetDevice": lambda n: ok, "cudaDeviceGetAttribute": lambda kind, n: (*ok, kind),
+            "cudaGetDeviceProperties": lambda n: (*ok, types.SimpleNamespace(name=b"Emulated")), "cudaGetLastError": lambda: ok,
+            "cudaStreamCreateWithFlags": lambda flags: (*ok, 77), "cudaStreamDestroy": lambda stream: ok,
+            "cudaStreamSynchronize": lambda stream: ok, "cudaMemGetInfo": lambda: (*ok, self.room - self.used(), self.room),
+            "cudaMalloc": self.malloc, "cudaFree": self.free, "cudaMallocHost": lambda size: self.malloc(size, self.pinned),
+            "cudaFreeHost": self.free, "cudaMemcpyAsync": self.copy, "cudaStreamBeginCapture": self.begin, "cudaStreamEndCapture": self.end,
+            "cudaGraphInstantiate": self.instantiate, "cudaGraphLaunch": self.replay, "cudaGraphDestroy": self.drop,
+            "cudaGraphExecDestroy": self.drop, "cudaEventCreate": self.event, "cudaEventRecordWithFlags": self.record,
+            "cudaEventElapsedTime": self.elapsed, "cudaEventDestroy": self.forget,
+        }.items():  # fmt: skip
+            setattr(runtime, name, value)
+        for name, value in {
+            "cuModuleLoadData": lambda code: (*ok, "module"), "cuModuleUnload": lambda module: ok,
+            "cuModuleGetFunction": lambda module, name: (*ok, name.decode()), "cuLaunchKernel": self.launch,
+        }.items():  # fmt: skip
+            setattr(driver, name, value)
+        both = types.ModuleType("cuda.bindings")
+        both.runtime, both.driver, both.nvrtc = runtime, driver, parent.nvrtc  # type: ignore[attr-defined]
+        return {"cuda.bindings": both, "cuda.bindings.runtime": runtime, "cuda.bindings.driver": driver}
+
+
+def at(pointer: int, shape: Sequence[int], kind: Any) -> Any:
+    """The numbers that lie there."""
+    size = int(np.prod(shape)) * np.dtype(kind).itemsize
+    return np.ctypeslib.as_array((ctypes.c_ubyte * size).from_address(pointer)).view(kind).reshape(tuple(shape))
+
+
+class Context:
+    """An execution context over an ONNX Runtime session."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.shapes, self.places = engine, dict[str, tuple[int, ...]](), dict[str, int]()
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        spec = next(spec for spec in self.engine.component.inputs if spec.name == name)
+        self.shapes[name] = shape
+        return len(shape) == len(spec.shape) and all(
+            n == axis if isinstance(axis, int) else axis[0] <= n <= axis[2] for n, axis in zip(shape, spec.shape, strict=True)
+        )
+
+    def infer_shapes(self) -> list[str]:
+        return [spec.name for spec in self.engine.component.inputs if spec.name not in self.shapes]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        zeros = {spec.name: np.zeros(self.shapes[spec.name], spec.dtype) for spec in self.engine.component.inputs}
+        return tuple(self.engine.answer(zeros)[name].shape)
+
+    def set_tensor_address(self, name: str, pointer: int) -> bool:
+        assert pointer % 256 == 0
+        self.places[name] = pointer
+        return True
+
+    def execute_async_v3(self, stream: int) -> bool:
+        assert stream == 77
+        places, shapes = dict(self.places), dict(self.shapes)
+
+        def work() -> None:
+            inputs = {spec.name: at(places[spec.name], shapes[spec.name], spec.dtype).copy() for spec in self.engine.component.inputs}
+            for name, array in self.engine.answer(inputs).items():
+                at(places[name], array.shape, array.dtype)[...] = array
+
+        self.engine.card.enqueued += 1
+        self.engine.card.do(work)
+        return True
+
+
+class Engine:
+    """A loaded plan."""
+
+    device_memory_size_v2 = 1 << 20
+
+    def __init__(self, component: Component, card: Emulated) -> None:
+        import onnxruntime
+
+        self.component, self.card = component, card
+        self.specs = {
+            spec.name: (mode, spec) for mode, side in (("INPUT", component.inputs), ("OUTPUT", component.outputs)) for spec in side
+        }
+        self.num_io_tensors = len(self.specs)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(
+            str(component.folder / f"{component.name}.onnx"), options, providers=["CPUExecutionProvider"]
+        )
+
+    def answer(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        names = [spec.name for spec in self.component.outputs]
+        return dict(zip(names, self._session.run(names, inputs), strict=True))
+
+    def get_tensor_name(self, i: int) -> str:
+        return list(self.specs)[i]
+
+    def get_tensor_mode(self, name: str) -> Any:
+        return getattr(trt.door().api.TensorIOMode, self.specs[name][0])
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        from vla_eval.engines.trt_pen import TYPES
+
+        return getattr(trt.door().api.DataType, TYPES[self.specs[name][1].dtype])  # type: ignore[index]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(n if isinstance(n, int) else -1 for n in self.specs[name][1].shape)
+
+    def create_runtime_config(self) -> Any:
+        return types.SimpleNamespace()  # of a TensorRT that compiles nothing at load
+
+    def create_execution_context(self, settings: Any) -> Context:
+        return Context(self)
+
+
+class Api:
+    """TensorRT, but for loading plans."""
+
+    def __init__(self, real: Any, card: Emulated, components: dict[bytes, Component]) -> None:
+        self._real = real
+        self.Runtime = lambda logger: types.SimpleNamespace(
+            deserialize_cuda_engine=lambda data: Engine(components[bytes(data)], card) if bytes(data) in components else None
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Emulated, Callable[[Bundle], None]]:
+    """The card in cuda-python's and TensorRT's place, and a function that puts plans beside a bundle's graphs."""
+    import_module("cuda.bindings.nvrtc")  # the real one: kernels are really compiled
+    card, components, flavour = Emulated(), dict[bytes, Component](), trt.door()
+    stands_in = trt.Flavour(flavour.name, flavour.version, Api(flavour.api, card, components))
+    monkeypatch.setattr(trt, "door", lambda: stands_in)
+    for name, module in card.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def plans(bundle: Bundle) -> None:
+        for component in bundle.components.values():
+            data = LABEL + str(component.folder).encode()
+            components[data] = component
+            write_plan(plan_file(component, "sm90"), data, {}, component.name, component.config, "sm90", 0.0, inspection="emulated")
+
+    return card, plans

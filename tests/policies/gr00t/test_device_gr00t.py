@@ -1,0 +1,132 @@
+"""A request that stays on the card, on one that host memory plays: the CPU's numbers, captured and replayed, and nothing left behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vla_eval.engines.bundle import Bundle, open_bundle
+from vla_eval.policies.gr00t.policy import Gr00tPolicy, open_policy
+from vla_eval.types import VlaEvalError
+
+WORDS = "annotation.human.action.task_description"
+SHORT, LONG = "pick up the bowl", "put the white mug on the left plate and close the drawer"
+Card = tuple[Any, Callable[[Bundle], None]]
+
+
+@pytest.fixture
+def own(tiny: Callable[..., Path], tmp_path: Path) -> Callable[..., Bundle]:
+    """A tiny bundle of this test's own: plans are put into it."""
+    return lambda **options: open_bundle(shutil.copytree(tiny(**options), tmp_path / "bundle"))
+
+
+def observation(seed: int, words: str = SHORT, batch: int = 1) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    seen: dict[str, Any] = {f"video.{name}": rng.integers(0, 256, (batch, 1, 256, 256, 3), np.uint8) for name in ("image", "wrist_image")}
+    for key, dim in {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 2}.items():
+        seen[f"state.{key}"] = rng.uniform(0, 0.3, (batch, 1, dim)).astype(np.float32)
+    return {**seen, WORDS: words}
+
+
+def chunk(policy: Gr00tPolicy, *args: Any, seed: int = 5) -> Any:
+    return policy.infer(observation(*args), seed=seed)["chunk_normalized"]
+
+
+@pytest.mark.parametrize(("dtype", "batch"), [("fp32", 1), ("fp16", 2)])
+def test_a_request_on_the_card_gives_the_bits_of_the_same_graphs_on_the_cpu(
+    own: Callable[..., Bundle], emulated: Card, dtype: str, batch: int
+) -> None:
+    bundle = own(dtype=dtype, batch=batch)
+    plain = open_policy(bundle, backend="onnxruntime")
+    emulated[1](bundle)
+    policy = open_policy(bundle, backend="tensorrt")
+    for seed, words in enumerate((SHORT, SHORT, LONG, SHORT)):  # plain, captured, another length, replayed
+        assert np.array_equal(chunk(policy, seed, words, batch), chunk(plain, seed, words, batch))
+
+
+def test_the_first_request_of_a_length_runs_plainly_and_later_ones_are_replayed(own: Callable[..., Bundle], emulated: Card) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    policy = open_policy(bundle)  # auto: there are plans and a card
+    replays, enqueued = [], []
+    for words in (SHORT, SHORT, SHORT, LONG, SHORT, LONG):
+        chunk(policy, 0, words)
+        replays.append(card.replays)
+        enqueued.append(card.enqueued)
+    once = 2 + 4  # visual, backbone and four steps
+    assert replays == [0, 1, 2, 2, 3, 4]
+    assert enqueued == [once, 2 * once, 2 * once, 3 * once, 3 * once, 4 * once]
+
+
+def test_a_capture_that_fails_is_said_once_and_requests_go_on(
+    own: Callable[..., Bundle], emulated: Card, caplog: pytest.LogCaptureFixture
+) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    policy = open_policy(bundle)
+    card.refuse_capture = True
+    with caplog.at_level(logging.WARNING):
+        chunks = [chunk(policy, 0) for _ in range(4)]
+    assert all(np.array_equal(chunks[0], other) for other in chunks)
+    assert [record.message.partition(":")[0] for record in caplog.records if "captured" in record.message] == [
+        "requests are not captured, they run a little slower"
+    ]
+
+
+def test_requests_of_many_lengths_keep_a_bounded_number_of_graphs(own: Callable[..., Bundle], emulated: Card) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    policy = open_policy(bundle)
+    used = []
+    for length in range(1, 12):
+        for _ in range(2):
+            chunk(policy, 0, " ".join(["user"] * length))
+        used.append((len(card.blocks), len(card.graphs)))
+    assert max(graphs for _, graphs in used) == 8
+    assert used[-1] == used[8]  # what the ninth length brought, every later one takes the place of
+
+
+def test_closing_a_policy_leaves_nothing_on_the_card(own: Callable[..., Bundle], emulated: Card) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    for _ in range(2):
+        policy = open_policy(bundle)
+        for _ in range(3):
+            chunk(policy, 0)
+        assert card.used() > 0
+        del policy
+        gc.collect()
+        assert (len(card.blocks), len(card.pinned), len(card.events), len(card.graphs)) == (0, 0, 0, 0)
+
+
+def test_stage_times_come_from_the_card(own: Callable[..., Bundle], emulated: Card) -> None:
+    bundle = own()
+    emulated[1](bundle)
+    policy = open_policy(bundle)
+    (row,) = policy.rows(observation(0))
+    from vla_eval.policies.gr00t.runtime import Inputs
+
+    for _ in range(3):
+        (answer,) = policy.runtime([Inputs(*row, np.zeros((40, 132), np.float32))])
+        assert list(answer.seconds) == ["fill", "h2d", "visual", "prefill", "denoise", "d2h"]
+        assert all(seconds >= 0 for seconds in answer.seconds.values())
+
+
+def test_a_full_card_is_a_sentence(own: Callable[..., Bundle], emulated: Card) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    card.room = 100_000
+    with pytest.raises(VlaEvalError, match=r"Emulated has .* GB left"):
+        chunk(open_policy(bundle), 0)
