@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Sequence as AbcSequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
@@ -457,11 +457,54 @@ def export(*words: Passed, model: str | None = None) -> Answer:
     """
     if model is None:
         return _no_model("export", words, registry.RECIPES)
-    made = _call_with(registry.load_recipe(model), f"vla-eval export --model {model}", words)
+    return _export(words, model, "export")
+
+
+def _export(words: Sequence[str], model: str, command: str) -> Answer:
+    made = _call_with(registry.load_recipe(model), f"vla-eval {command} --model {model}", words)
     if isinstance(made, str):
         return Answer({"help": made}, Text(made))
     data = {"bundle": str(made.path), "export_id": made.export_id, "digest": made.digest, "components": sorted(made.components)}
     return Answer(data, Text(f"{made.path}: {', '.join(sorted(made.components))}, export {made.export_id}"))
+
+
+@app.command(help_flags=[])
+def build(*words: Passed, components: str | None = None, force: bool = False, direct: bool = False, model: str | None = None) -> Answer:
+    """Build a bundle's TensorRT plans for this machine's GPU: `vla-eval build BUNDLE`. Types and lengths are the bundle's.
+
+    With --direct a checkpoint becomes plans with no ONNX in between; `build --direct --help --model NAME` shows the model's own options.
+
+    Args:
+        words: The bundle; with --direct the model's own options, such as --checkpoint DIR --out DIR.
+        components: Only some of them, such as visual,action. [default: all]
+        force: Build also where an up-to-date plan is there.
+        direct: Draw the networks straight from a checkpoint.
+        model: With --direct: what the checkpoint is of.
+    """
+    if direct:
+        if model is None:
+            return _no_model("build --direct", words, registry.RECIPES)
+        if force:
+            raise BadRequest("--force: a direct build always builds; leave it out")
+        return _export([*words, "--direct", *(["--components", components] if components else [])], model, "build --direct")
+    if {"--help", "-h"} & set(words):
+        console = Console(record=True, file=StringIO(), width=120)
+        app.help_print(["build"], console=console)
+        text = console.export_text()
+        return Answer({"help": text}, Text(text))
+    if model is not None:
+        raise BadRequest("--model goes with --direct; without it the bundle says what it is of")
+    if len(words) != 1 or words[0].startswith("-"):
+        raise BadRequest("build wants one bundle, as in `vla-eval build BUNDLE`, or --direct --model NAME with the model's own options")
+    from .engines import trt_build
+    from .engines.bundle import open_bundle
+
+    built = trt_build.build(open_bundle(words[0]), components.split(",") if components else (), force=force)
+    table = Table("component", "plan", "size", "seconds", title=words[0], title_justify="left")
+    for one in built:
+        table.add_row(one.component, one.plan.name, f"{one.bytes / 1e6:.1f} MB", f"{one.seconds:.1f}" if one.new else "was there")
+    told = [{**asdict(one), "plan": str(one.plan)} for one in built]
+    return Answer({"bundle": words[0], "plans": told}, table)
 
 
 @app.command(help_flags=[])
