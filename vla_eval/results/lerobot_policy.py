@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..types import BadRequest
-from .lerobot_meta import INFO, MODALITY, STATS, Dataset, Section, is_int, read_object
+from .lerobot_meta import ACTION, INFO, MODALITY, STATE, STATS, Dataset, Section, is_int, read_object
 from .lerobot_rules import Finding, Steps, settled
 
 POLICY = "action/policy.json"  # where a GR00T bundle says what its robot is
 FAMILY = "gr00t_n1d7"
+PI_POLICY, PI_FAMILY = "policy.json", "pi05"  # the same of a pi0.5 bundle, which slices no column
 _NORMAL_Q99 = 2.326  # deviations from the mean below which 99 % of a normal distribution lies
 FAR, BEYOND, LITTLE = 0.75, 0.2, 0.05  # of the policy's own range
 STILL = 1e-6  # a dimension with a smaller range never moved in training
@@ -37,6 +38,7 @@ class PolicyNeeds:
     horizon: int | None = None
     trained_for: tuple[str, ...] = ()  # suites; none: it does not say
     language: str | None = None  # "annotation.…", where the instruction comes from
+    columns: Mapping[str, NeededGroup] = field(default_factory=dict)  # for a policy that reads whole columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +63,11 @@ class Compared:
 
 
 def read_needs(bundle: Path) -> PolicyNeeds:
-    """What a GR00T bundle's policy.json asks for. Raises BadRequest if there is none or it is another model's."""
+    """What a bundle's policy.json asks for. Raises BadRequest if there is none, or it is a model's or robot's that is not compared here."""
+    if (bundle / PI_POLICY).is_file():
+        return _pi05(bundle)
     if not (bundle / POLICY).is_file():
-        raise BadRequest(f"{bundle / POLICY} is not there; --against wants the folder of an exported GR00T bundle")
+        raise BadRequest(f"{bundle / POLICY} is not there; --against wants the folder of an exported bundle")
     data = settled(read_object(bundle, POLICY), bundle) or {}
     if data.get("model_family") != FAMILY:
         raise BadRequest(
@@ -94,6 +98,13 @@ def compare(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[st
             for i, (low, high) in enumerate(need.bounds):
                 place = group.start + i
                 found.append(Compared(f"{section}.{name}[{i}]", said["q01"][place], said["q99"][place], low, high))
+    for column, need in needs.columns.items():
+        said = stats.get(column, {})
+        if column not in dataset.columns or dataset.columns[column].width != need.width or not {"q01", "q99"} <= said.keys():
+            continue
+        for i, (low, high) in enumerate(need.bounds):
+            name = "gripper" if column == ACTION and i == need.width - 1 else str(i)
+            found.append(Compared(f"{column}[{name}]", said["q01"][i], said["q99"][i], low, high))
     return found
 
 
@@ -115,10 +126,18 @@ def against(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[st
                 yield Finding(
                     "policy-width", MODALITY, f"{section}.{name} is {group.start}:{group.end}, {width} wide; the policy has {need.width}"
                 )
+    for column, need in needs.columns.items():
+        if column not in dataset.columns or dataset.columns[column].width != need.width:
+            told = f"is {dataset.columns[column].width} wide" if column in dataset.columns else "is missing"
+            yield Finding("policy-width", INFO, f"{column} {told}; the policy has {need.width}")
     cameras = dataset.named.get("video", frozenset())
     if missing := [name for name in needs.cameras if name not in cameras]:
         told = f"the policy looks through {', '.join(needs.cameras)}; there are {', '.join(sorted(cameras)) or 'none'}"
-        by_place = ", and as many as it wants: the loader would pair them by position" if len(cameras) == len(needs.cameras) else ""
+        by_place = (
+            ", and as many as it wants: the loader would pair them by position"
+            if needs.groups and len(cameras) == len(needs.cameras)
+            else ""
+        )
         yield Finding("policy-camera", MODALITY, f"camera {missing[0]!r} is missing: {told}{by_place}")
     annotations = dataset.named.get("annotation", frozenset())
     if dataset.named and needs.language is not None and needs.language.removeprefix("annotation.") not in annotations:
@@ -130,7 +149,7 @@ def against(dataset: Dataset, needs: PolicyNeeds, stats: Mapping[str, Mapping[st
     for one in compare(dataset, needs, stats):
         told = f"{one.name} runs {one.low:.4g}…{one.high:.4g} (q01…q99), the policy's bounds are {one.policy_low:.4g}…{one.policy_high:.4g}"
         moves = one.policy_high - one.policy_low > STILL
-        if moves and one.beyond > FAR:
+        if moves and (one.beyond > FAR or _half_gripper(one)):
             yield Finding("policy-scale", STATS, f"{told}{_reason(one)}")
         elif one.beyond > BEYOND or (moves and one.filled < LITTLE):
             yield Finding("policy-range", STATS, told)
@@ -150,7 +169,42 @@ def _reason(one: Compared) -> str:
         return "; 57 times as far: degrees against radians?"
     if one.low < -0.9 and one.high > 0.9 and one.policy_low >= -0.1 and one.policy_high <= 1.1:
         return "; -1…1 against 0…1: the environment's gripper against the policy's?"
+    if _half_gripper(one):
+        return "; 0…1 against -1…1: another gripper than the policy's?"
     return ""
+
+
+def _half_gripper(one: Compared) -> bool:
+    """A gripper of 0…1 where the policy has -1…1 lies inside its bounds, and means something else."""
+    is_half = abs(one.low) < 0.02 and abs(one.high - 1) < 0.02
+    return "gripper" in one.name and is_half and one.policy_low < -0.9 and one.policy_high > 0.9
+
+
+def _pi05(bundle: Path) -> PolicyNeeds:
+    """What a pi0.5 bundle for LIBERO was trained on: the whole state and action, by the quantiles of its own normalisation."""
+    data = settled(read_object(bundle, PI_POLICY), bundle) or {}
+    if data.get("model_family") != PI_FAMILY or data.get("adapter") != "libero":
+        raise BadRequest(
+            f"{bundle / PI_POLICY}: model_family is {data.get('model_family')!r} and adapter {data.get('adapter')!r}; "
+            "datasets are compared with GR00T bundles and with pi0.5's for LIBERO"
+        )
+    found = sorted(bundle.glob("assets/**/norm_stats.json"))
+    if len(found) != 1:
+        raise BadRequest(f"{bundle / 'assets'} holds {len(found)} norm_stats.json, one is wanted; export the checkpoint again")
+    said = settled(read_object(bundle, found[0].relative_to(bundle).as_posix()), bundle) or {}
+    try:
+        said = said.get("norm_stats", said)
+        columns: dict[str, NeededGroup] = {}
+        for column, key, section in ((STATE, "state", "state"), (ACTION, "actions", "action")):
+            width = int(data[section]["dim"])
+            pairs = list(zip(said[key]["q01"], said[key]["q99"], strict=True))[:width]  # the file may be padded to the model's width
+            columns[column] = NeededGroup(width, tuple((float(low), float(high)) for low, high in pairs))
+        cameras = tuple(str(slot["name"]) for slot in data["cameras"]["slots"] if slot["required"])
+        horizon = data["action"]["horizon"]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"{bundle}: policy.json or norm_stats.json cannot be read ({error!r}); export the checkpoint again") from error
+    suites = tuple(map(str, data.get("trained_for") or ()))
+    return PolicyNeeds({}, cameras, horizon if is_int(horizon) else None, suites, columns=columns)
 
 
 def _needed(entry: Mapping[str, Any]) -> NeededGroup:
