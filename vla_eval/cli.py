@@ -913,7 +913,7 @@ def dataset_check(
 
     Args:
         path: A dataset's folder.
-        against: A GR00T bundle: its groups, cameras and bounds are compared with the dataset's, dimension by dimension.
+        against: A bundle of GR00T, or of pi0.5 for LIBERO: its groups, cameras and bounds are compared with the dataset's.
         strict: Warnings count as errors.
         no_video: Decode no videos.
         horizon: Actions in a chunk; shorter episodes are reported. [default: the bundle's, or 16]
