@@ -68,6 +68,7 @@ def pick(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Move]
         "turn": (stow.rot * rot.inv()).as_quat().tolist(),
         "upright": rot.as_quat().tolist(),
         "way": stow.way.tolist(),
+        "spot": stow.pos[:2].tolist(),
     }
     return reach(hand, chosen, scene.walls()), notes
 
@@ -130,8 +131,13 @@ def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[S
         below = walls[walls[:, 2] < centre[2]]
         for turn in turns:
             turned = Rotation.from_euler("z", turn) * rot
-            found += _inserted(turned.apply(own) + np.append(spots[0], 0.0), spots[0], turned, walls, below, scene.ground, 0.01 * abs(turn))
-    return sorted(found, key=lambda stow: stow.cost)[:STOWS]
+            for way in WAYS[1:]:
+                for depth in (0.0, float(np.abs(way[:2]) @ half[:2]) - 0.025):  # the middle, or just inside: there the hand stays out
+                    spot = spots[0] - max(depth, 0.0) * way[:2]
+                    posed = turned.apply(own) + np.append(spot, 0.0)
+                    found.append(_inserted(posed, spot, turned, way, walls, below, scene.ground, 0.01 * abs(turn) + 0.2 * depth))
+    found.sort(key=lambda stow: stow.cost)
+    return [stow for stow in found[:STOWS] if stow.cost < found[0].cost + 0.3]
 
 
 def _turns(points: Vector) -> list[float]:
@@ -156,16 +162,11 @@ def _spots(centre: Vector, half: Vector, index: int, count: int) -> list[Vector]
     return [centre[:2] + share * side * half[:2] * line for share in (0.5, 0.4, 0.3, 0.2, 0.0)]
 
 
-def _inserted(posed: Vector, spot: Vector, rot: Rotation, walls: Vector, below: Vector, ground: float, cost: float) -> list[Stow]:
-    """Under a roof: rest on what lies `below` the region's middle, come in level from where nothing stands."""
+def _inserted(posed: Vector, spot: Vector, rot: Rotation, way: Vector, walls: Vector, below: Vector, ground: float, cost: float) -> Stow:
+    """Under a roof: rest on what lies `below` the region's middle, come in level along `way`."""
     rest = rest_height(posed, below, ground)
-    end = np.append(spot, rest + GAP)
-    found = []
-    for way in WAYS[1:]:
-        steps = np.arange(0.0, 0.32, 0.03)
-        body = np.concatenate([thinned(posed) + (rest + GAP + 0.004) * UP - step * way for step in steps])
-        found.append(Stow(end, rot, way, 0.0, cost + 0.02 + 0.002 * _overlap(body, walls)))
-    return found
+    body = np.concatenate([thinned(posed) + (rest + GAP + 0.004) * UP - step * way for step in np.arange(0.0, 0.32, 0.03)])
+    return Stow(np.append(spot, rest + GAP), rot, way, 0.0, cost + 0.02 + 0.002 * _overlap(body, walls))
 
 
 def _overlap(body: Vector, walls: Vector, cell: float = 0.008) -> int:
@@ -245,7 +246,8 @@ def place(scene: Scene, hand: Hand, notes: Notes) -> tuple[list[Move], Notes]:
     stows = [stow for stow in goal_poses(scene, goal, Rotation.from_quat(notes["upright"]), walls) if (stow.way == way).all()]
     if not stows:
         return [Move(hand.pos + 0.05 * UP, hand.rot.as_quat(), OPEN, at_least=8)], _without_hold(notes)
-    stow = min(stows, key=lambda stow: (stow.rot * meant.inv()).magnitude() + stow.cost)
+    spot = np.array(notes["spot"])
+    stow = min(stows, key=lambda stow: (stow.rot * meant.inv()).magnitude() + 20 * np.linalg.norm(stow.pos[:2] - spot) + stow.cost)
     carry = stow.rot * rot.inv()  # turns thing and hand alike
     grip, posed = carry * hand.rot, carry.apply(scene.solid(thing) - pos)
     end = stow.pos
@@ -282,4 +284,4 @@ def release(pos: Vector, quat: Vector, back: float) -> list[Move]:
 
 
 def _without_hold(notes: Notes) -> Notes:
-    return {key: value for key, value in notes.items() if key not in ("held", "goal", "low", "turn", "upright", "way")}
+    return {key: value for key, value in notes.items() if key not in ("held", "goal", "low", "turn", "upright", "way", "spot")}

@@ -13,7 +13,7 @@ from .handling import GRIP_STEPS, UNREACHED, come, release
 from .motion import CLOSE, OPEN, Hand, Move
 from .scene import UP, Scene
 
-BEYOND = 0.02  # m or rad that a push goes past the joint's end: it must be felt
+BEYOND = (0.02, 0.15)  # m and rad that a push goes past the end of a slide and of a hinge: it must be felt
 
 
 def open_part(scene: Scene, hand: Hand, part: str, attempt: int, base: Vector) -> list[Move] | None:
@@ -60,7 +60,7 @@ def close_part(scene: Scene, hand: Hand, part: str, attempt: int) -> list[Move]:
         rot = pointing(approach, np.cross(UP, away))
         outer = point + ((handle - point) @ away).max() * away
         grip = outer - approach * (TIP + 0.004) + 0.004 * UP
-    home = joint.near - BEYOND * np.sign(joint.far - joint.near)
+    home = joint.near - BEYOND[joint.hinge] * np.sign(joint.far - joint.near)
     moves = come(hand, grip + 0.03 * away, rot, scene.walls(), CLOSE, back=0.05)
     moves.append(Move(grip + 0.02 * away, rot.as_quat(), CLOSE, tol=0.012, turn_tol=0.12))
     grasp = Grasp(grip, rot, 0.0, 0.0)
@@ -137,10 +137,17 @@ class Joint:
         turn = Rotation.from_rotvec(by * self.axis)
         return self.anchor + turn.apply(pos - self.anchor), turn * rot
 
+    def _lever(self, points: Vector) -> Vector:
+        """The unit direction from the hinge along a door's breadth."""
+        level = points - self.anchor
+        level = level - (level @ self.axis)[:, None] * self.axis
+        _, _, directions = np.linalg.svd(level - level.mean(0), full_matrices=False)
+        return np.asarray(directions[0] * np.sign(directions[0] @ level.mean(0)))
+
     def handle(self) -> tuple[Vector, Vector]:
         """What sticks out furthest the way the part opens, and the rest of it."""
         points = self.scene.solid(self.part)
-        away = self.outward(points.mean(0))
+        away = self.outward(self.anchor + self._lever(points)) if self.hinge else self.outward(points.mean(0))
         out = (points - self.anchor) @ away > ((points - self.anchor) @ away).max() - 0.019
         return points[out], points[~out]
 
