@@ -465,7 +465,7 @@ def test_verify_holds_two_bundles_together_and_dumps_what_one_computes(
     failed = {row["component"] for row in json.loads(capfd.readouterr().out)["rows"] if not row["passed"]}
     assert failed == {"action"}
     assert cli.main(["verify", str(tiny())]) == 2
-    assert "give one of --reference, --against and --dump" in capfd.readouterr().err
+    assert "give one of --reference, --against, " in capfd.readouterr().err
 
 
 def test_the_commands_make_a_checkpoint_export_it_and_check_the_bundle(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
