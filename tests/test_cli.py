@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import operator
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ import numpy as np
 import pytest
 from cyclopts import App
 from docstring_parser import parse
+from rich.console import Console
 
-from vla_eval import ActionChunk, Interface, Request, cli, evaluate, registry
+from vla_eval import ActionChunk, Interface, Request, cli, doctor, evaluate, registry
 from vla_eval.results.folder import open_run, untimed
 from vla_eval.types import ARM_ACTION, BadRequest
 
@@ -79,6 +83,37 @@ def test_help_goes_to_stdout(vla_eval: Run, words: list[str]) -> None:
     assert (code, err) == (0, "")
     assert out.startswith("Usage: vla-eval")
     assert "--json" in out
+
+
+def test_help_and_version_are_json_too_when_asked_for(vla_eval: Run) -> None:
+    code, out, err = vla_eval("run", "--help", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["help"].startswith("Usage: vla-eval run")
+    code, out, err = vla_eval("--version", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"version": f"vla-eval-trt {version('vla-eval-trt')}", "exit": 0}
+
+
+def test_a_run_on_80_columns_loses_no_number_of_its_progress(vla_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, clock = StringIO(), itertools.count()
+    console = Console(file=drawn, force_terminal=True, width=80, color_system=None, soft_wrap=True, get_time=lambda: next(clock))
+    monkeypatch.setattr(cli, "stderr", console)
+    with cli._progress("libero_object@openpi oracle", 10) as advance:
+        for _ in range(10):
+            advance("", "10 success · 0 failure · 0 error")
+    bar = [line for line in drawn.getvalue().splitlines() if "10/10" in line][-1]
+    assert re.search(r"10/10 +[\d.]+/min +\d:\d\d:\d\d left 0:00:00 10 success · 0 failure · 0 error", bar), bar
+
+
+def test_a_long_path_is_whole_on_80_columns_of_doctor(vla_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "/srv/" + "very_long_folder/" * 6 + "assets"
+    monkeypatch.setattr(
+        doctor, "checks", lambda: [doctor.Check("LIBERO assets", "pass", place, ""), doctor.Check("GPU", "absent", "none", "x " * 20)]
+    )
+    monkeypatch.setattr(cli, "Console", lambda **given: Console(**{**given, "width": 80}))
+    _, out, _ = vla_eval("doctor")
+    assert "…" not in out
+    assert "".join(out.split()).count(place) == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -244,8 +279,9 @@ def test_an_error_makes_the_run_incomplete_until_it_is_resumed(vla_eval: Run, mo
         (["--task", "toy/1"], "is a run of toy@v1/0, not of --task toy/1"),
         (["--task", "toy/0", "--task", "toy/1"], "give one --task or none"),
         (["--option", "horizon=4"], "horizon"),
+        (["--protocol", "free"], "is a run of toy@v1, not of --protocol free"),
     ],
-    ids=["seed", "policy", "task", "tasks", "option"],
+    ids=["seed", "policy", "task", "tasks", "option", "protocol"],
 )
 def test_resume_refuses_another_run_and_names_the_difference(vla_eval: Run, words: list[str], sentence: str) -> None:
     assert vla_eval("run", "--task", "toy/0", "--policy", "zero", "--trials", "1", "--workers", "0")[0] == 0

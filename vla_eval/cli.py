@@ -25,7 +25,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from . import __version__, registry
@@ -139,6 +139,8 @@ def run(
         if len(task) > 1:
             raise BadRequest("--resume goes on with one run, which is one suite; give one --task or none")
         tasks = _tasks_of(folder)
+        if protocol is not None and protocol != folder.manifest.suite.partition("@")[2]:
+            raise BadRequest(f"{resume} is a run of {folder.manifest.suite}, not of --protocol {protocol}; leave --protocol out")
         if task and {t.id for t in registry.select_tasks(task[0], protocol)} != {t.id for t in tasks}:
             raise BadRequest(f"{resume} is a run of {', '.join(t.id for t in tasks)}, not of --task {task[0]}; leave --task out")
         name = policy or folder.manifest.policy
@@ -323,18 +325,18 @@ def _progress(title: str, total: int) -> Iterator[Callable[[str, str], None]]:
     if not stderr.is_terminal:
         yield lambda line, state: stderr.print(Text(f"{title}: {line}"))
         return
-    rate = TextColumn("{task.fields[rate]}")
+    whole = Column(no_wrap=True)  # where it gets narrow the bar gives way, and no number
     columns = (
         SpinnerColumn(),
-        TextColumn(title),
         BarColumn(),
-        MofNCompleteColumn(),
-        rate,
-        TimeElapsedColumn(),
+        MofNCompleteColumn(table_column=whole.copy()),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(table_column=whole.copy()),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(table_column=whole.copy()),
         TextColumn("{task.fields[state]}"),
     )
+    stderr.print(Text(title))  # beside the bar it would take a third of 80 columns
     with Progress(*columns, console=stderr) as progress:
         bar = progress.add_task(title, total=total, state="", rate="")
 
@@ -1068,8 +1070,8 @@ def doctor() -> Answer:
         table.add_row(
             {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "absent": "[yellow]absent[/]"}[check.state],
             Text(check.name),
-            Text(check.found),
-            Text(check.mend),
+            Text(check.found, overflow="fold"),
+            Text(check.mend, overflow="fold"),
         )
     return Answer(
         {"checks": [check._asdict() for check in found]}, table, INCOMPLETE if any(check.state == "fail" for check in found) else DONE
@@ -1083,16 +1085,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--json"]
     logging.basicConfig(level=logging.WARNING, handlers=[_Lines()])
     with _stdout_for_results(as_json) as out:
+        spoken = StringIO() if as_json else out
         try:
             answer = app(
-                words, console=Console(file=out), exit_on_error=False, print_error=False, result_action="return_value", help_on_error=False
+                words,
+                console=Console(file=spoken),
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+                help_on_error=False,
             )
         except (VlaEvalError, CycloptsError) as error:
             answer = _refusal(error)
         except KeyboardInterrupt as stop:
             answer = Answer({"error": str(stop) or "interrupted"}, "", INTERRUPTED)
         if answer is None:  # --help and --version have spoken
-            return DONE
+            if not isinstance(spoken, StringIO):
+                return DONE
+            answer = Answer({"version" if "--version" in words else "help": spoken.getvalue().rstrip("\n")}, "")
         if message := answer.data.get("error") if answer.exit in (REFUSED, INTERRUPTED) else None:
             stderr.print(Text(f"vla-eval: {message}"))
         try:
