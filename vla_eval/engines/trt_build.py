@@ -68,7 +68,7 @@ def build_component(component: Component, *, force: bool = False) -> Built:
     if not parser.parse_from_file(str(graph)):
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise VlaEvalError(f"{graph}: TensorRT cannot read it ({errors or trt.complaint()}); export the component again")
-    plan, said = serialize(builder, network, component.config, str(component.folder))
+    plan, said = serialize(builder, network, component.config, str(component.folder), timing_file(path))
     return write_plan(path, plan, {**said, "source": _source(component)}, component.name, component.config, sm, began)
 
 
@@ -96,9 +96,13 @@ def new_network() -> tuple[Any, Any]:
     return builder, builder.create_network(1 << int(api.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
-def serialize(builder: Any, network: Any, config: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
-    """The plan's bytes, and what the network was found to be. Raises ContractMismatch before building, VlaEvalError where it fails."""
+def serialize(builder: Any, network: Any, config: Mapping[str, Any], where: str, timing: Path | None = None) -> tuple[Any, dict[str, Any]]:
+    """The plan's bytes, and what the network was found to be. Raises ContractMismatch before building, VlaEvalError where it fails.
+
+    `timing` holds what earlier builds have measured, for the full TensorRT; the other one measures nothing while it builds.
+    """
     api = trt.door().api
+    timing = timing if trt.door().name == "tensorrt" else None
     found = read_network(network)
     check_network(found, config, where)
     settings = builder.create_builder_config()
@@ -110,9 +114,14 @@ def serialize(builder: Any, network: Any, config: Mapping[str, Any], where: str)
         profile.set_shape(name, *shapes)
     if settings.add_optimization_profile(profile) < 0:
         raise ContractMismatch(f"{where}: TensorRT refuses the optimization_profile ({trt.complaint()}); export the component again")
+    if timing is not None:
+        measured = settings.create_timing_cache(timing.read_bytes() if timing.is_file() else b"")
+        settings.set_timing_cache(measured, False)
     plan = builder.build_serialized_network(network, settings)
     if plan is None:
         raise VlaEvalError(f"{where}: TensorRT could not build it ({trt.complaint()}); the plan that was there stays")
+    if timing is not None:
+        replace_file(timing, memoryview(measured.serialize()))
     return plan, {"network": found}
 
 
@@ -179,6 +188,11 @@ def cache_file(plan: Path) -> Path:
     return plan.with_name(f"{plan.name}.cache")
 
 
+def timing_file(plan: Path) -> Path:
+    """What the full TensorRT has measured on this card while building; named, as the plan is, for flavour, version and card."""
+    return plan.with_suffix(".timing")
+
+
 def record_of(plan: Path) -> dict[str, Any]:
     """The record beside a plan; empty if there is none that can be read."""
     try:
@@ -228,7 +242,8 @@ def _inspect(plan: memoryview) -> Any:
     engine = api.Runtime(trt.logger()).deserialize_cuda_engine(plan)
     if engine is None:
         return f"{NOT_INSPECTED}: {trt.complaint()}"
-    text = engine.create_engine_inspector().get_engine_information(api.LayerInformationFormat.JSON)
+    inspector = engine.create_engine_inspector()
+    text = inspector.get_engine_information(api.LayerInformationFormat.JSON)
     try:
         return json.loads(text)
     except ValueError:
