@@ -60,6 +60,20 @@ def test_a_goal_about_a_door_can_be_judged_by_its_predicates_only(make_runs: Mod
     assert failures.sort(replace(idle, predicates=opened, predicate_names=np.array(["open(microwave)"]))) is Bin.UNDONE
 
 
+def test_the_place_a_thing_belongs_to_is_no_wrong_object_even_if_the_goal_names_only_a_region_of_it(make_runs: ModuleType) -> None:
+    idle = make_runs.episode("idle", 0)
+    bumped = idle.objects.copy()
+    bumped[50:, 2, 0] += 0.05  # the plate
+    for goal in ("on(soup, plate)", "in(soup, plate_contain_region)"):
+        assert failures.sort(replace(idle, objects=bumped, predicate_names=np.array([goal]))) is Bin.NEVER_REACHED
+    assert failures.sort(replace(idle, objects=bumped, predicate_names=np.array(["in(soup, plate2_region)"]))) is Bin.WRONG_OBJECT
+
+
+def test_where_the_goal_is_a_door_an_object_that_was_moved_instead_is_the_wrong_one(make_runs: ModuleType) -> None:
+    wrong = make_runs.episode("wrong", 0)
+    assert failures.sort(replace(wrong, predicate_names=np.array(["open(microwave)"]))) is Bin.WRONG_OBJECT
+
+
 def test_the_second_of_two_conjuncts_decides_once_the_first_holds(make_runs: ModuleType) -> None:
     wrong = make_runs.episode("wrong", 0)  # carries the milk
     names = np.array(["on(milk, plate)", "on(soup, plate)"])

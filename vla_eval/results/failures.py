@@ -51,7 +51,8 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
 
     What was reached and lost again says more than what is still missing, and what is still moving more than what was dropped before:
     so the questions come in that order. The targets are the objects that the goal's unmet conjuncts begin with; where a conjunct
-    begins with something that does not move by itself (a door, a stove's knob), only the predicates can be asked.
+    begins with something that does not move by itself (a door, a stove's knob), only the predicates and the other objects can be asked.
+    Where the hand is, is not asked: whoever came close and touched nothing has not reached the object.
     """
     met = episode.predicates.astype(bool)  # [T+1, P]
     window = max(1, round(WINDOW_S * hz))
@@ -61,8 +62,6 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     targets = _targets(episode, unmet)  # [K] bool
     if np.any(met[-1] & ~met[-1 - min(window, len(met) - 1)]):
         return Bin.SLOW  # a conjunct was met within the last second, the others were to come
-    if not targets.any():
-        return Bin.NO_OBJECT
     held = episode.held.astype(bool)  # [T+1, K]
     place = episode.objects[..., :3].astype(np.float64)  # [T+1, K, 3] m
     recent = place[-1 - min(window, len(place) - 1) :]
@@ -79,6 +78,8 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     others = ~_named(episode)
     if np.any(others & (ever_held | moved)):
         return Bin.WRONG_OBJECT
+    if not targets.any():
+        return Bin.NO_OBJECT
     if np.any(targets & moved & progressing):
         return Bin.SLOW  # pushed, and still going
     return Bin.NOT_GRASPED if np.any(targets & moved) else Bin.NEVER_REACHED
@@ -135,8 +136,14 @@ def _targets(episode: Episode, unmet: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _named(episode: Episode) -> NDArray[np.bool_]:
-    """[K] the objects that the goal names anywhere: carrying the plate under the bowl is clumsy, not a mistaken object."""
-    return _are(episode, {argument for name in episode.predicate_names for argument in _arguments(str(name))})
+    """[K] the objects that the goal names anywhere, if only a region of them, as in "in(soup_1, basket_1_contain_region)".
+
+    Carrying the plate under the bowl is clumsy, not a mistaken object.
+    """
+    arguments = [argument for name in episode.predicate_names for argument in _arguments(str(name))]
+    return np.array(
+        [any(argument == name or argument.startswith(f"{name}_") for argument in arguments) for name in episode.object_names], bool
+    )
 
 
 def _are(episode: Episode, names: Iterable[str]) -> NDArray[np.bool_]:
