@@ -1,9 +1,12 @@
-"""Measure what reading 500 episodes costs, and how often a verdict or a stop rule errs. Writes docs/results.json."""
+"""Measure what reading 500 episodes costs, and how often a verdict or a stop rule errs.
+
+Writes docs/results.json and the tables that docs/results*.md have of it; `--tables` writes the tables alone, from the JSON that is there.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-import platform
 import tempfile
 import time
 from bisect import bisect_left
@@ -13,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _tables import fill, table
 from scipy.stats import binom
 
 from vla_eval.results.compare import compare
@@ -21,12 +25,25 @@ from vla_eval.results.pages import review
 from vla_eval.results.report import report
 from vla_eval.results.sequential import evidence
 from vla_eval.results.stats import difference_interval
+from vla_eval.run.manifest import hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-EPISODES = 500
+DOCS = ROOT / "docs"
+EPISODES, RUNS, MARGIN = 500, 4000, 0.05
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tables", action="store_true", help="measure nothing")
+    path = DOCS / "results.json"
+    if not parser.parse_args().tables:
+        path.write_text(json.dumps(measured(), indent=1) + "\n")
+        print(path.read_text())
+    tables(json.loads(path.read_text()))
+
+
+def measured() -> dict[str, Any]:
+    """What docs/results.json holds."""
     spec = spec_from_file_location("make_runs", ROOT / "tests/results/make_runs.py")
     assert spec is not None
     assert spec.loader is not None
@@ -41,9 +58,23 @@ def main() -> None:
         a = make_runs.make_run(Path(out), mixed, tasks=10, trials=50, run_id="a")
         b = make_runs.make_run(Path(out), lambda task, trial: "success", tasks=10, trials=50, run_id="b")
         seconds = timed(a, b)
-    found = {"machine": platform.processor() or platform.machine(), "episodes": EPISODES, "seconds": seconds, "errors": errors()}
-    (ROOT / "docs/results.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    return {"machine": hardware()["cpu"], "episodes": EPISODES, "seconds": seconds, "errors": errors()}
+
+
+def tables(found: dict[str, Any]) -> None:
+    """The same as tables, on the pages that answer for it."""
+    by = {(error["n"], error.get("discordant") or error["claim"]): error["error"] for error in found["errors"]}
+    shares = sorted({discordant for _, discordant in by if isinstance(discordant, float)})
+    counts = sorted({n for n, _ in by if isinstance(n, int)})
+    verdicts = [(n, *(f"{100 * by[n, share]:.2f} %" for share in shares)) for n in counts]
+    heads = ["pairs", f"{100 * shares[0]:.0f} % disagree", *(f"{100 * share:.0f} %" for share in shares[1:])]
+    fill(DOCS / "results-compare.md", {"false verdicts": table(heads, verdicts, "r" * len(heads))})
+    stops = [
+        (error["claim"].split()[-1], f"{100 * error['error']:.2f} %") for error in found["errors"] if error["claim"].startswith("lower>")
+    ]
+    fill(DOCS / "results-stop.md", {"false stops": table(["threshold", "share of runs"], stops, "rr")})
+    reading = [(name, f"{seconds:.2f} s") for name, seconds in found["seconds"].items()]
+    fill(DOCS / "results.md", {"reading": table([f"reading {found['episodes']} episodes", found["machine"]], reading, "lr")})
 
 
 def timed(a: RunFolder, b: RunFolder) -> dict[str, float]:
@@ -62,9 +93,9 @@ def timed(a: RunFolder, b: RunFolder) -> dict[str, float]:
 
 
 def errors() -> list[dict[str, Any]]:
-    """How often a false claim is made: by enumeration where that is possible, else in 4000 simulated runs."""
+    """How often a false claim is made: by enumeration where that is possible, else in RUNS simulated runs."""
     found: list[dict[str, Any]] = []
-    margin = 0.05
+    margin, claim = MARGIN, f"not worse by {MARGIN}, truly worse by {MARGIN}"
     for n in (20, 50, 100):
         for discordant in (0.05, 0.1, 0.2, 0.4):
             said = 0.0
@@ -72,12 +103,14 @@ def errors() -> list[dict[str, Any]]:
                 if (chance := binom.pmf(total, n, discordant)) > 1e-7:
                     passing = first_pass(total, n, margin)
                     said += chance * binom.sf(passing - 1, total, (discordant - margin) / (2 * discordant))
-            found.append({"claim": "not worse by 0.05, truly worse by 0.05", "n": n, "discordant": discordant, "error": round(said, 5)})
+            found.append({"claim": claim, "n": n, "discordant": discordant, "error": round(said, 5)})
     rng = np.random.default_rng(0)
     for p in (0.5, 0.9, 0.98):
-        k, looks = np.cumsum(rng.random((4000, 500)) < p, axis=1), np.arange(1, 501)
+        k, looks = np.cumsum(rng.random((RUNS, EPISODES)) < p, axis=1), np.arange(1, EPISODES + 1)
         false = (evidence(k, looks, p) >= 20) & (k > p * looks)
-        found.append({"claim": f"lower>{p}, truly {p}", "n": "looked at after each of 500", "error": float(false.any(axis=1).mean())})
+        found.append(
+            {"claim": f"lower>{p}, truly {p}", "n": f"looked at after each of {EPISODES}", "error": float(false.any(axis=1).mean())}
+        )
     return found
 
 
