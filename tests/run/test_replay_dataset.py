@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -140,6 +140,14 @@ def test_a_dataset_from_elsewhere_goes_to_the_task_with_its_instruction(written:
     assert all(one.identical is None and one.planned.recorded is None for one in found)
     # The arm moves as commanded wherever it starts, walls aside; under the other convention so it does, but for the gripper.
     assert max(one.apart for one in found) < 0.6
+
+
+@pytest.mark.parametrize("origin", [{"seed": "x"}, {"seed": None}, {"trial": "0"}, {"task": 3}])
+def test_an_origin_that_is_none_of_ours_counts_as_elsewhere(origin: dict[str, Any], written: Dataset) -> None:
+    first = written.episodes[0]
+    spoiled = replace(first, extra={**first.extra, "source": {**first.extra["source"], **origin}})
+    (one,) = plan(replace(written, episodes=(spoiled,)), load_tasks("toy@v1"), seed=5)
+    assert (one.recorded, one.trial, one.seed) == (None, 0, 5)
 
 
 def test_without_a_stated_convention_nothing_is_replayed(written: Dataset) -> None:

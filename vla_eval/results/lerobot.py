@@ -30,7 +30,8 @@ from .lerobot_convention import (
     known_convention,
     told_convention,
 )
-from .lerobot_meta import ACTION, COLUMNS, EPISODES, INFO, MODALITY, STATE, TASKS, Dataset, open_dataset
+from .lerobot_meta import ACTION, COLUMNS, EPISODES, INFO, MODALITY, STATE, TASKS, Dataset, Record, open_dataset
+from .lerobot_rows import not_there
 from .lerobot_rules import Progress, silent
 from .lerobot_stats import write_stats
 from .lerobot_v3 import export
@@ -127,18 +128,21 @@ class _Book:
             )
         if bool(old.videos) != self._with_video:
             told = "videos" if old.videos else "no videos"
-            raise BadRequest(
-                f"{where} has {told}; write the new episodes {'without' if old.videos else 'with'} --no-video left out or given alike"
-            )
+            raise BadRequest(f"{where} has {told}; {'leave out' if old.videos else 'give'} --no-video")
         self._widths = (old.features[STATE].width, old.features[ACTION].width)
         self._videos = {name: (old.features[name].shape[0], old.features[name].shape[1]) for name in old.videos}
         self._tasks = {task: index for index, task in old.tasks.items()}
-        self._runs = {run["run"]: run for run in old.info[OURS]["runs"]}
+        told = old.info[OURS].get("runs")
+        if not isinstance(told, list) or not all(isinstance(run, dict) and isinstance(run.get("run"), str) for run in told):
+            raise BadRequest(f"{where}/{INFO}: {OURS}.runs does not say which runs it holds; write all runs into a dataset of their own")
+        self._runs = {run["run"]: run for run in told}
         if again := sorted({run.manifest.run_id for run in runs} & self._runs.keys()):
             raise BadRequest(f"{where} holds run {again[0]} already; nothing was added")
         for record in old.episodes:
-            for file in (old.data(record.index), *(old.video(record.index, name) for name in old.videos)):
-                _share(old.root / file, self.root / file)
+            place = {"episode_chunk": record.index // CHUNK, "episode_index": record.index}
+            _share(_whole(old, record), self.root / DATA_PATH.format(**place))
+            for name in old.videos:
+                _share(old.root / old.video(record.index, name), self.root / VIDEO_PATH.format(video_key=name, **place))
             self.episodes.append(dict(record.extra))
             self.frames += record.length
         self.frames_before = self.frames
@@ -149,7 +153,7 @@ class _Book:
         steps = len(episode.actions)
         self._check_widths(run, record, episode)
         instruction = _instruction(run, record.task)
-        task_index = self._tasks.setdefault(instruction, len(self._tasks))
+        task_index = self._tasks.setdefault(instruction, max(self._tasks.values(), default=-1) + 1)
         if draw is not None:
             self._film(index, draw(episode), steps, f"{run.path}: episode {record.task} trial {record.trial}")
         counted = np.arange(steps, dtype=np.int64)
@@ -358,6 +362,24 @@ def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for line in lines:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _whole(old: Dataset, record: Record) -> Path:
+    """The file with an episode's rows. Raises BadRequest unless it has as many as its line says: indices go on from there."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = old.root / old.data(record.index)
+    hint = f"`vla-eval dataset check {old.root}` lists what is wrong with it"
+    if fault := not_there(path):
+        raise BadRequest(f"{path}: {fault}; {hint}")
+    try:
+        count = pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise BadRequest(f"{path}: no parquet file that can be read; {hint}") from error
+    if count != record.length:
+        raise BadRequest(f"{path} has {count} rows, {EPISODES} says {record.length}; {hint}")
+    return path
 
 
 def _share(source: Path, target: Path) -> None:

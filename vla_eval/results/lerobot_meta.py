@@ -353,6 +353,8 @@ def _episodes(root: Path, tasks: set[str] | None) -> Steps[list[Record] | None]:
         elif tasks is not None and (strange := [name for name in names if name not in tasks]):
             yield Finding("episode-tasks", EPISODES, f"task {strange[0]!r} of episode {index} is not in {TASKS}", line)
         found[index] = Record(index, length, tuple(names), line, data)
+    if not all_:
+        yield Finding("episode-missing", EPISODES, "holds no episode")
     hole = next((place for place, index in enumerate(sorted(found)) if place != index), None)
     if hole is not None:
         yield Finding("episode-missing", EPISODES, f"episode_index {hole} is missing, though the numbering goes on to {max(found)}")

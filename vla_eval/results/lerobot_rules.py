@@ -26,7 +26,7 @@ ERRORS: Mapping[str, str] = {
     "task-duplicate": "two lines of tasks.jsonl have one task_index or one task",
     "episode-field": "a line of episodes.jsonl has no usable episode_index and length",
     "episode-duplicate": "two lines of episodes.jsonl have one episode_index",
-    "episode-missing": "the numbering of the episodes has a hole",
+    "episode-missing": "the numbering of the episodes has a hole, or there is none at all",
     "episode-tasks": "an episode's tasks are not in tasks.jsonl or are not those of its rows",
     "episode-length": "an episode's length is not its number of rows",
     "modality-section": "modality.json lacks 'state' or 'action', or a section is no object",

@@ -65,14 +65,16 @@ def plan(dataset: Dataset, tasks: Sequence[Task], episodes: Sequence[int] | None
     found = []
     for record in dataset.episodes:
         source = record.extra.get("source")
-        home = source.get("task") if isinstance(source, dict) and is_int(source.get("trial")) else None
-        if isinstance(source, dict) and isinstance(home, str):
-            task = by_id.get(home)
-            trial, own_seed, recorded = int(source["trial"]), int(source.get("seed", seed)), str(source.get("outcome"))
+        source = source if isinstance(source, dict) else {}
+        home, trial, own_seed = source.get("task"), source.get("trial"), source.get("seed", seed)
+        recorded: str | None = None
+        if isinstance(home, str) and is_int(trial) and is_int(own_seed):
+            task, recorded = by_id.get(home), str(source.get("outcome"))
         else:
+            home = None
             task = next((by_text[text] for text in map(_plain, record.tasks) if text in by_text), None)
             number = counts.get(task.id, 0) if task else 0
-            trial, own_seed, recorded = number % (task.trials or number + 1) if task else 0, seed, None
+            trial, own_seed = number % (task.trials or number + 1) if task else 0, seed
             if task:
                 counts[task.id] = number + 1
         if episodes is not None and record.index not in episodes:

@@ -766,3 +766,10 @@ def test_the_policy_s_instruction_is_looked_for(dataset: Path) -> None:
     MUTATIONS["policy-language"](dataset)
     (finding,) = found(dataset, "policy")
     assert "'annotation.human.action.task_description'" in finding.text
+
+
+def test_a_set_without_episodes_is_no_sound_one(dataset: Path) -> None:
+    (dataset / "meta/episodes.jsonl").write_text("")
+    assert [finding.text for finding in found(dataset, "") if finding.severity == "error"] == ["holds no episode"]
+    with pytest.raises(BadRequest, match="holds no episode"):
+        open_dataset(dataset)

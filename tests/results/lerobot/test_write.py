@@ -345,3 +345,43 @@ def test_adding_through_a_link_adds_to_what_it_names(make_run: MakeRun, tmp_path
     assert link.is_symlink()
     assert len(open_dataset(real).episodes) == 6
     assert sorted(path.name for path in tmp_path.rglob("*.partial")) == []
+
+
+@pytest.mark.parametrize("runs", [None, ["x"], [{}], "gone"])
+def test_adding_to_a_set_whose_origin_cannot_be_read_is_refused(runs: object, make_run: MakeRun, tmp_path: Path) -> None:
+    dataset = write([make_run(tmp_path)], tmp_path / "out").path
+    said = load(dataset, "meta/info.json")
+    said["vla_eval"] = {"convention": "libero_sim"} | ({} if runs == "gone" else {"runs": runs})
+    (dataset / "meta/info.json").write_text(json.dumps(said))
+    with pytest.raises(BadRequest, match=r"info\.json: vla_eval\.runs"):
+        write([make_run(tmp_path, run_id="other")], dataset, append=True)
+
+
+def test_adding_to_a_set_that_does_not_hold_what_it_says_is_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    """Its indices would go on from a number of rows that is wrong."""
+    out, other = tmp_path / "out", make_run(tmp_path, run_id="other")
+    write([make_run(tmp_path)], out)
+    lines = (out / "meta/episodes.jsonl").read_text()
+    (out / "meta/episodes.jsonl").write_text(lines.replace('"length": 31', '"length": 32'))
+    with pytest.raises(BadRequest, match=r"episode_000000\.parquet has 31 rows, .*episodes\.jsonl says 32"):
+        write([other], out, append=True)
+    (out / "meta/episodes.jsonl").write_text(lines)
+    (out / "data/chunk-000/episode_000000.parquet").unlink()
+    with pytest.raises(BadRequest, match=r"episode_000000\.parquet: is not there"):
+        write([other], out, append=True)
+
+
+def test_adding_keeps_to_the_numbers_that_tasks_have_and_to_our_own_paths(make_run: MakeRun, tmp_path: Path) -> None:
+    """Somebody took a task out, which leaves a hole in the numbers, and put the files elsewhere."""
+    out = tmp_path / "out"
+    write([make_run(tmp_path, played=[(1, 0, "success", 20)])], out)
+    (out / "meta/tasks.jsonl").write_text((out / "meta/tasks.jsonl").read_text().replace('"task_index": 0', '"task_index": 1'))
+    rows = pq.read_table(out / "data/chunk-000/episode_000000.parquet")
+    rows = rows.set_column(rows.schema.get_field_index("task_index"), "task_index", pa.array([1] * 20))
+    (out / "rows").mkdir()
+    pq.write_table(rows, out / "rows/0.parquet")
+    said = load(out, "meta/info.json") | {"data_path": "rows/{episode_index}.parquet", "chunks_size": 7}
+    (out / "meta/info.json").write_text(json.dumps(said))
+    write([make_run(tmp_path, run_id="other")], out, append=True)
+    assert [finding for finding in check(out) if finding.severity == "error"] == []
+    assert {line["task_index"] for line in map(json.loads, (out / "meta/tasks.jsonl").read_text().splitlines())} == {1, 2}
