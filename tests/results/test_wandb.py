@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +17,10 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
+from vla_eval import cli, load_policy, load_tasks
 from vla_eval.results import wandb as dashboard
 from vla_eval.results.folder import RunFolder, open_run
+from vla_eval.run.loop import start
 from vla_eval.types import BadRequest
 
 BLOCK = 32768  # of the record log that W&B writes its runs as, after seven bytes that say so
@@ -177,3 +180,33 @@ def test_an_absent_package_is_refused_with_the_command_that_installs_it(monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadRequest, match="pip install wandb"):
         dashboard.check_installed()
+
+
+def test_a_resumed_run_goes_on_as_the_same_run_of_the_dashboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with start(load_policy("zero"), load_tasks("toy")[:1], trials=3, seed=0, workers=0, out=tmp_path) as run:
+        assert run.folder is not None
+        folder = run.folder
+        with dashboard.following(folder.path, "offline") as went:
+            next(iter(run))  # and then it is interrupted
+            folder.append(replace(folder.records()[0], trial=1, outcome="error", error="RuntimeError: no GL context"))
+    assert went.well
+    assert cli.main(["run", "--resume", str(folder.path), "--workers", "0", "--wandb", "offline", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["complete"]
+
+    steps = {}
+    first, second = sorted(folder.path.glob("wandb/offline-run-*"))
+    for part, episodes, unranked in ((first, 2, "incomplete"), (second, 3, None)):
+        kept = list(records(part))
+        same = dashboard.run_id(run.manifest.run_id)
+        assert {record.run.run_id for record in kept if record.WhichOneof("record_type") == "run"} == {same}
+        rows = [told(record.history.item) for record in kept if record.WhichOneof("record_type") == "history"]
+        steps[part] = [row["_step"] for row in rows]
+        assert [row["episodes"] for row in rows if "episodes" in row][-1] == episodes
+        summary: dict[str, Any] = {}
+        for record in kept:
+            if record.WhichOneof("record_type") == "summary":
+                summary |= told(record.summary.update)
+        assert (summary["episode_table/nrows"], summary["unranked"]) == (episodes, unranked)
+    # The service drops a step that it has already, so what is new must have steps of its own: two episodes, one of them played again.
+    assert steps[first] == [1, 2]
+    assert steps[second] == [1, 2, 3, 4]

@@ -72,10 +72,14 @@ class RunFolder:
         A torn last line (a killed writer's) is left out and said. Raises BadRequest for any other line that is no record.
         """
         found: dict[tuple[str, int], EpisodeRecord] = {}
-        for record in _lines(self.path / RECORDS):
+        for record in self.written():
             found.pop((record.task, record.trial), None)
             found[record.task, record.trial] = record
         return list(found.values())
+
+    def written(self) -> Iterator[EpisodeRecord]:
+        """Every record, one a line, those that were replaced later included: the lines of a folder only ever become more."""
+        return _lines(self.path / RECORDS)
 
     @property
     def complete(self) -> bool:

@@ -103,7 +103,7 @@ def _end(child: subprocess.Popen[bytes], said: Any, folder: Path, finish_seconds
 def follow(folder: RunFolder, mode: Mode, ended: Callable[[float], bool]) -> str:
     """Log a folder's records as they come, and everything else once `ended(seconds to wait)`; returns the W&B run's id.
 
-    The same folder is always the same W&B run: a step that it has already is not logged twice.
+    The same folder is always the same W&B run, and a record's step is its line: the service drops the steps that it has already.
     """
     import wandb
 
@@ -134,16 +134,17 @@ def follow(folder: RunFolder, mode: Mode, ended: Callable[[float], bool]) -> str
     step, over = 0, False
     while not over:
         over = ended(LOOK_SECONDS)  # asked before the last look, so that nothing is missed
-        for record in folder.records():
-            if _known(seen.get((record.task, record.trial)), record):
+        for line, record in enumerate(folder.written(), 1):
+            if line <= step:
                 continue
+            step, known = line, seen.get((record.task, record.trial))
             seen[record.task, record.trial] = record
-            step += 1
-            run.log(_metrics(record, list(seen.values()), manifest.suite), step=step)
+            if not _known(known, record):
+                run.log(_metrics(record, list(seen.values()), manifest.suite), step=step)
     folder = open_run(folder.path)  # the manifest may have learned more since
     run.config.update(asdict(folder.manifest), allow_val_change=True)  # type: ignore[no-untyped-call]
     records = folder.records()
-    run.log({"episode_table": wandb.Table(columns=COLUMNS, data=[_row(wandb, folder, record) for record in records])}, step=step + 1)
+    run.log({"episode_table": wandb.Table(columns=COLUMNS, data=[_row(wandb, folder, record) for record in records])})  # in the last step
     run.summary.update(_summary(folder))
     for artifact in (_rollouts(wandb, folder), _report(wandb, folder)):
         run.log_artifact(artifact)
