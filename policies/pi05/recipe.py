@@ -14,8 +14,8 @@ import numpy as np
 
 from vla_eval.arrays import write_npz
 from vla_eval.engines.bundle import Bundle, Identity, open_bundle, staged
+from vla_eval.engines.draw import draw
 from vla_eval.engines.graph import NUMPY, PRECISIONS, Dim, Graph, axis
-from vla_eval.engines.onnx_pen import OnnxPen
 from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
@@ -76,6 +76,7 @@ def recipe(
     suites: Sequence[str] = (),
     geometry: Path | None = None,
     tokenizer: Path | None = None,
+    direct: bool = False,
 ) -> Bundle:
     """Export a pi0.5 checkpoint: ONNX graphs, the token table and the policy's contract, all checked before a byte is written.
 
@@ -93,6 +94,7 @@ def recipe(
         suites: What the checkpoint was trained for; it is found for these suites and refused for others. [default: the configuration's]
         geometry: A JSON file that declares other tower sizes than the released ones.
         tokenizer: PaliGemma's SentencePiece model. [default: paligemma_tokenizer.model or tokenizer.model beside the weights]
+        direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     wanted = COMPONENTS[:3] if no_hoist_cond else COMPONENTS
@@ -120,11 +122,10 @@ def recipe(
     }  # fmt: skip
     policy = policy_json(configuration, width=width, image=g.vision.image, tokenizer=tokens.about(), max_text=max_text, suites=suites)
     sizes = _sizes(configuration, g, options)
-    with staged(out, Identity("pi05", "onnx", stored.fingerprint, options), policy) as stage:
+    with staged(out, Identity("pi05", "direct" if direct else "onnx", stored.fingerprint, options), policy) as stage:
         for component in (name for name in wanted if name in chosen):
             _log.info("exporting %s", component)
-            with OnnxPen(stage.file(component, f"{component}.onnx"), PRECISIONS[dtype]) as pen:
-                graph_of(component, g, sizes, stored.weights)(pen)
+            drawn = draw(stage, component, graph_of(component, g, sizes, stored.weights))
             extra: dict[str, Any] = {}
             if component == "prefix":
                 entry = (NUMPY[PRECISIONS[dtype]], table.shape, table.pieces())
@@ -133,7 +134,7 @@ def recipe(
                 extra = {"hoisted_adarms_cond": sizes.hoisted, "action_horizon": sizes.horizon, "num_adarms_sites": g.sites}
             if component == "cond":
                 extra = {"max_denoise_steps": max_steps, "num_adarms_sites": g.sites, "modulation_dim": 3 * g.expert.width}
-            stage.finish(component, pen.inputs, pen.outputs, **extra)
+            stage.finish(component, drawn.inputs, drawn.outputs, **extra)
         if set(chosen) == set(wanted):
             stored.check_all_read(not_needed(stored, g))
         for name, file in (

@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.engines.bundle import Bundle
 from vla_eval.engines.engine import Engine, Tensor, to_host
-from vla_eval.types import BadRequest, InvalidObservation, VlaEvalError
+from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
 from ..components import Buffer, Components, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
 from .configuration import VIEWS, geometry_from
 from .processor import rotary, schedule
+
+if TYPE_CHECKING:
+    from .device import Pi05OnDevice
 
 COMPONENTS = ("visual", "prefix", "action")  # and "cond", where the time's part is hoisted out of the action
 STEPS = 10  # of the flow, as published
@@ -70,6 +74,7 @@ class Pi05Runtime:
         self._scale = np.float32(math.sqrt(self.hidden))  # of text tokens alone; nobody else applies it
         self._embeds = Buffer(self.hidden, embeds.dtype)
         self._modulation: tuple[int, NDArray[np.float32]] | None = None  # of that many steps, [steps · B, M, 3 W]
+        self._device = self._on_device()
 
     def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:
         """A chunk for each row. Rows of one length and number of views share a batch, short batches are filled with copies.
@@ -85,7 +90,25 @@ class Pi05Runtime:
                 answers[i] = Answer(chunks[place], seconds)
         return [answers[i] for i in range(len(rows))]
 
+    def _on_device(self) -> Pi05OnDevice | None:
+        """Where TensorRT runs every component, a request stays on the card from the pictures to the chunk."""
+        if (plans := self._call.plans) is None:
+            return None
+        from .device import Pi05OnDevice
+
+        times = schedule(self.steps)
+        plain = [np.full(self.batch, time, np.float32) for time in times]
+        steps = np.split(self._modulated(times), self.steps) if self.hoisted else plain
+        scaled = (self._embedding.astype(np.float32) * self._scale).astype(self._embedding.dtype)
+        return Pi05OnDevice(
+            plans, batch=self.batch, per_view=self.geometry.vision.tokens_per_view, embedding=scaled,
+            time=("adarms_modulation" if self.hoisted else "timestep", steps),
+            places=lambda first, count: cast("Mapping[str, Vector]", self._places(self.batch, first, count)),
+        )  # fmt: skip
+
     def _run(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], Mapping[str, float]]:
+        if self._device is not None:
+            return self._run_on_device(self._device, rows)
         watch = Stopwatch()
         with watch.stage("visual"):
             pixels = rows[0].pixels if len(rows) == 1 else np.concatenate([row.pixels for row in rows])
@@ -95,13 +118,14 @@ class Pi05Runtime:
         with watch.stage("denoise"):
             chunks = self._denoise(rows, keys)
         if not np.isfinite(chunks).all():
-            whole = np.isfinite(features).all(), all(np.isfinite(to_host(tensor)).all() for tensor in keys.values())
-            broken = "visual" if not whole[0] else "prefix" if not whole[1] else "action"
-            raise VlaEvalError(
-                f"component {broken!r} gave NaN or infinity; compare the bundle with `vla-eval verify`, "
-                "and export it in fp32 or bf16 if it is fp16"
-            )
+            raise _broken(features, keys)
         return chunks, watch.seconds
+
+    def _run_on_device(self, device: Pi05OnDevice, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], Mapping[str, float]]:
+        chunks, seconds, body = device(rows)
+        if not np.isfinite(chunks).all():
+            raise _broken(to_host(body.visual.outputs["image_features"]), body.prefix.outputs)
+        return chunks, seconds
 
     def _prefill(self, rows: Sequence[Inputs], features: NDArray[np.float32]) -> dict[str, Tensor]:
         """Keys and values of every layer, which stay bound during the loop."""
@@ -165,3 +189,12 @@ class Pi05Runtime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
+
+
+def _broken(features: Vector, keys: Mapping[str, Tensor]) -> VlaEvalError:
+    """Names the component whose output stopped being numbers first."""
+    whole = np.isfinite(features).all(), all(np.isfinite(to_host(tensor)).all() for tensor in keys.values())
+    broken = "visual" if not whole[0] else "prefix" if not whole[1] else "action"
+    return VlaEvalError(
+        f"component {broken!r} gave NaN or infinity; compare the bundle with `vla-eval verify`, and export it in fp32 or bf16 if it is fp16"
+    )

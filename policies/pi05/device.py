@@ -1,0 +1,161 @@
+"""A pi0.5 request on the GPU, from pinned pictures to the chunk, as one CUDA graph. B rows, V views, P tokens a view, T prompt tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.engines.card import Buffer, Card
+from vla_eval.engines.trt_run import Requests, TrtEngine
+from vla_eval.types import ContractMismatch, Vector
+
+from ..components import most
+
+if TYPE_CHECKING:
+    from .runtime import Inputs
+
+Places = Callable[[int, int], Mapping[str, Vector]]  # (first position, how many) -> rotary table and rows of it
+
+
+class Shape(NamedTuple):
+    """What a captured request is good for."""
+
+    views: int
+    text: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Constants on the card: the token table, scaled as text tokens are, and what of each denoise step depends on the time alone."""
+
+    embedding: Buffer  # [N, hidden]
+    time_input: str
+    times: Sequence[Buffer]  # one a step
+
+
+class Pi05OnDevice:
+    """All engines in one stream. Shapes that come again are replayed."""
+
+    def __init__(
+        self, engines: Mapping[str, TrtEngine], *, batch: int, per_view: int, embedding: Vector, time: tuple[str, Sequence[Vector]],
+        places: Places,
+    ) -> None:  # fmt: skip
+        self.card: Card = engines["visual"].card
+        self._engines, self._batch, self._per_view, self._places = engines, batch, per_view, places
+        name, steps = time
+        self._tables = Tables(self.card.load(embedding), name, [self.card.load(step) for step in steps])
+        self.requests = Requests(self.card, self._make)
+
+    def __call__(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], dict[str, float], Pi05Body]:
+        """[B, H, 32] and the seconds of each stage. The body's buffers hold everything in between, until the next request."""
+        shape = Shape(len(rows[0].pixels), rows[0].token_ids.size)
+        body, seconds = self.requests(shape, lambda body: body.fill(rows))
+        return body.chunk.copy(), seconds, body
+
+    def _make(self, shape: Shape) -> Pi05Body:
+        return Pi05Body(self.card, self._engines, self._tables, self._batch, self._per_view, self._places, shape)
+
+
+class Pi05Body:
+    """Buffers for one shape, and the work on them."""
+
+    def __init__(
+        self, card: Card, engines: Mapping[str, TrtEngine], tables: Tables, batch: int, per_view: int, places: Places, shape: Shape
+    ) -> None:
+        self._card, self._tables, self._seen = card, tables, shape.views * per_view
+        specs = {(name, spec.name): spec for name, engine in engines.items() for spec in engine.inputs}
+        length = self._seen + shape.text
+        self._own: list[Buffer] = []
+        self._pairs: list[tuple[Vector, Buffer]] = []  # host arrays, and where each goes at the start of a request
+
+        pixels = specs["visual", "pixel_values"]
+        self.pixels, wide = self._fed((batch * shape.views, *map(most, pixels.shape[1:])), "float32")
+        self._wide, self._narrow = wide, wide if pixels.dtype == "float32" else self._empty(wide.shape, pixels.dtype)
+        self.visual = engines["visual"].bind({"pixel_values": wide.shape})
+        self.visual.set("pixel_values", self._narrow)
+
+        self.ids, self._ids = self._fed((batch, length), "int64")
+        self.slots, self._slots = self._fed((batch, length), "int32")
+        self.ids[:] = 0
+        self.slots[:] = -1
+        self.slots[:, : self._seen] = np.arange(batch * self._seen, dtype=np.int32).reshape(batch, -1)  # pictures first, row by row
+        self._embeds = self._empty((batch, length, tables.embedding.shape[1]), specs["prefix", "inputs_embeds"].dtype)
+        prefix = {"inputs_embeds": self._embeds, **{name: self._constant(array) for name, array in places(0, length).items()}}
+        self.prefix = engines["prefix"].bind({name: buffer.shape for name, buffer in prefix.items()})
+        for name, buffer in prefix.items():
+            self.prefix.set(name, buffer)
+
+        noise = specs["action", "noise_trajectory"]
+        self.noise, self._x = self._fed((batch, *map(most, noise.shape[1:])), "float32")
+        here = {name: self._constant(array) for name, array in places(length, self._x.shape[1]).items()}
+        action = {"noise_trajectory": self._x, tables.time_input: tables.times[0], **here, **self.prefix.outputs}
+        self.action = engines["action"].bind({name: buffer.shape for name, buffer in action.items()})
+        for name, buffer in action.items():
+            self.action.set(name, buffer)
+        self.chunk = card.pinned(self._x.shape, "float32")
+        for name, inputs in (("visual", {"pixel_values": wide}), ("prefix", prefix), ("action", action)):
+            wanted = {spec.name for spec in engines[name].inputs}
+            if wanted != set(inputs):
+                raise ContractMismatch(
+                    f"component {name!r} takes {', '.join(sorted(wanted))}; this runtime offers {', '.join(sorted(inputs))}. "
+                    "Export the checkpoint again with this version"
+                )
+        card.wait()
+        self.stages: Sequence[tuple[str, Callable[[], None]]] = (
+            ("h2d", self._upload), ("visual", self._see), ("prefill", self._prefill), ("denoise", self._denoise), ("d2h", self._download),
+        )  # fmt: skip
+
+    def fill(self, rows: Sequence[Inputs]) -> None:
+        """The host's part of a request: into page-locked memory, from where the graph takes it."""
+        views = len(rows[0].pixels)
+        for i, row in enumerate(rows):
+            self.pixels[i * views : (i + 1) * views] = row.pixels
+            self.ids[i, self._seen :], self.noise[i] = row.token_ids, row.noise
+
+    def close(self) -> None:
+        """Give everything back."""
+        for bound in (self.visual, self.prefix, self.action):
+            bound.close()
+        self._card.free(*self._own)
+        self._card.unpin(self.chunk, *(host for host, _ in self._pairs))
+
+    def _upload(self) -> None:
+        for host, buffer in self._pairs:
+            self._card.upload(host, buffer)
+
+    def _see(self) -> None:
+        if self._narrow is not self._wide:
+            self._card.narrow(self._wide, self._narrow)
+        self.visual.enqueue()
+
+    def _prefill(self) -> None:
+        self._card.place(self._tables.embedding, self._ids, self.visual.outputs["image_features"], self._slots, self._embeds)
+        self.prefix.enqueue()
+
+    def _denoise(self) -> None:
+        steps = len(self._tables.times)
+        for time in self._tables.times:
+            self.action.set(self._tables.time_input, time)
+            self.action.enqueue()
+            self._card.euler(self._x, self.action.outputs["action_pred"], -1.0 / steps)  # from noise at 1 to data at 0
+
+    def _download(self) -> None:
+        self._card.download(self._x, self.chunk)
+
+    def _empty(self, shape: Sequence[int], dtype: str) -> Buffer:
+        self._own.append(self._card.empty(shape, dtype))
+        return self._own[-1]
+
+    def _constant(self, array: Vector) -> Buffer:
+        self._own.append(self._card.load(array))
+        return self._own[-1]
+
+    def _fed(self, shape: Sequence[int], dtype: str) -> tuple[Vector, Buffer]:
+        """Page-locked memory and the buffer that it fills at the start of every request."""
+        pair = self._card.pinned(shape, dtype), self._empty(shape, dtype)
+        self._pairs.append(pair)
+        return pair
