@@ -26,7 +26,7 @@ from rich.console import Console
 
 from vla_eval import ActionChunk, Interface, Request, cli, doctor, evaluate, registry
 from vla_eval.results.folder import open_run, untimed
-from vla_eval.types import ARM_ACTION, BadRequest
+from vla_eval.types import ARM_ACTION, BadRequest, Check
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -107,9 +107,7 @@ def test_a_run_on_80_columns_loses_no_number_of_its_progress(vla_eval: Run, monk
 
 def test_a_long_path_is_whole_on_80_columns_of_doctor(vla_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "/srv/" + "very_long_folder/" * 6 + "assets"
-    monkeypatch.setattr(
-        doctor, "checks", lambda: [doctor.Check("LIBERO assets", "pass", place, ""), doctor.Check("GPU", "absent", "none", "x " * 20)]
-    )
+    monkeypatch.setattr(doctor, "checks", lambda: [Check("LIBERO assets", "pass", place, ""), Check("GPU", "absent", "none", "x " * 20)])
     monkeypatch.setattr(cli, "Console", lambda **given: Console(**{**given, "width": 80}))
     _, out, _ = vla_eval("doctor")
     assert "…" not in out

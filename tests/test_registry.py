@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vla_eval import registry
-from vla_eval.types import BadRequest, Task
+from vla_eval.types import BadRequest, Task, VlaEvalError
 
 
 def indices(spec: str, protocol: str | None = None) -> list[int]:
@@ -67,6 +69,19 @@ def test_an_unknown_name_gets_the_near_miss_or_all_names(name: str, sentence: st
     with pytest.raises(BadRequest) as caught:
         registry.load_tasks(name)
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("line", ["import os; os.environ['NOBODY_SETS_THIS']", "assert False", "1 / 0", "x ="])
+def test_a_plug_in_is_named_whatever_its_import_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    module = f"broken_{sum(map(ord, line))}"  # Python remembers modules by name
+    (tmp_path / f"{module}.py").write_text(f"{line}\n")
+    about = tmp_path / "somebodys-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[vla_eval.policies]\nbroken = {module}:load\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(VlaEvalError, match=r"policy 'broken' of somebodys cannot be imported .* Reinstall or remove somebodys$"):
+        registry.load_policy("broken")
 
 
 def test_options_are_held_against_the_signature() -> None:

@@ -148,7 +148,7 @@ def _load(group: str, name: str) -> Any:
 def _import(kind: str, point: EntryPoint) -> Any:
     try:
         return point.load()
-    except (ImportError, AttributeError, NameError, SyntaxError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # a module's top level may raise anything: a KeyError of os.environ, an assertion
         owner = point.dist.name if point.dist else "unknown distribution"
         raise VlaEvalError(
             f"{kind} {point.name!r} of {owner} cannot be imported ({point.value}): {type(error).__name__}: {error}. "

@@ -150,6 +150,8 @@ def test_cameras_and_size_are_chosen(tmp_path: Path) -> None:
     assert fps == 5
     with pytest.raises(BadRequest, match="wrist"):
         list(render.render(folder, [record], cameras=["wrist"]))
+    with pytest.raises(BadRequest, match="0 frames a second"):
+        list(render.render(folder, [record], fps=0))
 
 
 def test_only_chooses_by_outcome(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def render(
     with folder.locked():
         for task_id in dict.fromkeys(record.task for record in records):
             with scene(folder, task_id, size) as env:
-                hz = fps or env.unwrapped.metadata["interface"].control_hz
+                hz = env.unwrapped.metadata["interface"].control_hz if fps is None else fps
                 for record in (record for record in records if record.task == task_id):
                     episode = folder.episode(record.task, record.trial)
                     path = folder.episode_path(record.task, record.trial, ".mp4")
