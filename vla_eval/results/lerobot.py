@@ -419,7 +419,8 @@ def _beside(out: Path, *, append: bool) -> Iterator[tuple[Path, Dataset | None]]
             finally:
                 shutil.rmtree(new, ignore_errors=True)
     except OSError as error:
-        raise BadRequest(f"{out}: the dataset cannot be written ({error.strerror or error}); nothing was changed") from error
+        told = ": ".join(str(part) for part in (error.filename, error.strerror) if part) or str(error)
+        raise BadRequest(f"{out}: the dataset cannot be written ({told}); nothing was changed") from error
 
 
 @contextmanager

@@ -385,3 +385,12 @@ def test_adding_keeps_to_the_numbers_that_tasks_have_and_to_our_own_paths(make_r
     write([make_run(tmp_path, run_id="other")], out, append=True)
     assert [finding for finding in check(out) if finding.severity == "error"] == []
     assert {line["task_index"] for line in map(json.loads, (out / "meta/tasks.jsonl").read_text().splitlines())} == {1, 2}
+
+
+def test_a_video_that_is_gone_is_named_when_episodes_are_added(
+    make_run: MakeRun, draw_views: Studio, dataset: Path, tmp_path: Path
+) -> None:
+    gone = dataset / "videos/chunk-000/observation.images.image/episode_000001.mp4"
+    gone.unlink()
+    with pytest.raises(BadRequest, match=r"image/episode_000001\.mp4: No such file or directory"):
+        write([make_run(tmp_path, run_id="other")], dataset, append=True, size=32, studio=draw_views)
