@@ -13,9 +13,11 @@ import pytest
 
 from vla_eval import bundles, cli, registry
 from vla_eval.engines.bundle import open_bundle
+from vla_eval.policies.baseline import zero
 from vla_eval.policies.gr00t import libero, recipe
 from vla_eval.policies.gr00t.configuration import read_geometry
 from vla_eval.results.folder import open_run
+from vla_eval.results.leaderboard import of_run
 from vla_eval.types import BadRequest
 
 GOLDEN = Path(__file__).parent / "golden/gr00t_tiny"
@@ -92,6 +94,7 @@ def test_the_bare_command_finds_makes_and_plays(
         assert line in err
         played.append(open_run(Path(json.loads(out)["folder"])))
     assert played[0].manifest.bundle == played[1].manifest.bundle
+    assert of_run(played[0].path).precision == "fp32"  # a leaderboard's row says in which types it was computed
     assert [record.outcome for run in played for record in run.records()] == ["failure", "failure"]
     (made,) = (tmp_path / "shelf").iterdir()
     (made / bundles.SOURCE).unlink()
@@ -260,3 +263,13 @@ def test_gr00t_says_where_it_is_published() -> None:
     assert [str(part) for part in published("libero_spatial").parts] == [f"{WEIGHTS}/libero_spatial", TOKENIZER]
     assert published("libero_90") is None
     assert registry.load_published("zero") is None
+
+
+def test_a_policy_that_says_nothing_of_its_engines_is_known_by_its_bundle(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle, _ = obtain(tmp_path / "shelf")
+    monkeypatch.setattr("vla_eval.registry.load_policy", lambda name, **options: zero())
+    _, facts = cli._loaded("gr00t", bundle, "libero_10@openpi", {})
+    assert facts["engines"] == {name: {"dtype": "fp32"} for name in open_bundle(bundle).components}
+    assert facts["backend"] == "unknown"

@@ -229,8 +229,9 @@ def _loaded(name: str, bundle: Path | None, suite: str, options: Mapping[str, An
     opened = open_bundle(bundle)
     check_fits(opened, name, suite)
     policy = registry.load_policy(name, bundle=bundle, **options)
-    engines: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})  # component -> what runs it
-    backend = ", ".join(sorted({f"{about['backend']} {about['version']} on {about['device']}" for about in engines.values()})) or "unknown"
+    said: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})  # component -> what runs it
+    engines = {name: {"dtype": component.dtype, **said.get(name, {})} for name, component in opened.components.items()}
+    backend = ", ".join(sorted({f"{about['backend']} {about['version']} on {about['device']}" for about in said.values()})) or "unknown"
     _say(f"{name} runs on {backend}")
     return policy, {"bundle": opened.digest, "backend": backend, "engines": engines}
 

@@ -229,3 +229,11 @@ def test_the_json_says_what_the_tables_say(make_runs: ModuleType, tmp_path: Path
     assert (cell["rank"], cell["rate"]["k"], cell["rate"]["n"], cell["origin"]) == (1, 9, 12, "a")
     assert cell["latency"]["p50"] > 0
     assert data["tables"][0]["conditions"]["shop@fair"]["simulator"] == {"mujoco": "3.3.2", "robosuite": "1.4.0"}
+
+
+def test_a_row_says_in_which_types_its_engines_compute(make_runs: ModuleType, tmp_path: Path) -> None:
+    mixed = {"visual": {"dtype": "fp32", "backend": "onnxruntime"}, "action": {"dtype": "bf16"}, "text": {"dtype": "bf16"}}
+    fast = make_runs.make_run(tmp_path / "runs", run_id="fast", engines=mixed)
+    plain = make_runs.make_run(tmp_path / "runs", run_id="plain")
+    assert (board.of_run(fast.path).precision, board.of_run(plain.path).precision) == ("bf16, fp32", "–")
+    assert "| clerk | – | bf16, fp32 | none |" in board.markdown(leaderboard([tmp_path / "runs"]))

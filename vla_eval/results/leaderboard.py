@@ -223,14 +223,8 @@ def _conditions(manifest: RunManifest) -> dict[str, Any]:
 
 
 def _precision(manifest: RunManifest) -> str:
-    """The types that the engines say they compute in."""
-    said = {
-        str(facts[key])
-        for facts in manifest.engines.values()
-        if isinstance(facts, Mapping)
-        for key in ("precision", "dtype")
-        if key in facts
-    }
+    """The types of the engines' weights and activations, as `--dtype` says them."""
+    said = {str(about["dtype"]) for about in manifest.engines.values() if isinstance(about, Mapping) and "dtype" in about}
     return ", ".join(sorted(said)) or "–"
 
 
