@@ -118,15 +118,13 @@ def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[S
     sharing = [other for other in scene.truth["goal"] if other[0] == goal[0] and other[-1] == target]
     spots = _spots(centre, half, sharing.index(goal), len(sharing))
     turns = _turns(rot.apply(own))
-    found: list[Stow] = []
-    for spot in spots:
-        for turn in turns:
-            turned = Rotation.from_euler("z", turn) * rot
-            rest = rest_height(turned.apply(own) + np.append(spot, 0.0), walls, scene.ground)
-            cost = 0.01 * abs(turn) + 0.3 * float(np.linalg.norm(spot - spots[0])) + 2.0 * rest
-            spare = 0.03 if goal[0] == "on" else centre[2] + half[2] - 0.015 - rest - GAP
-            if spare > -GAP:
-                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], float(np.clip(spare, 0.0, 0.10)), cost))
+    top = np.inf if goal[0] == "on" else centre[2] + half[2] - 0.015  # where the origin may be let go
+    found = _lowered(own, rot, spots, turns, walls, scene.ground, top)
+    if not found:  # look everywhere in the region
+        shares = np.array([0, 0.2, -0.2, 0.4, -0.4, 0.6, -0.6])
+        found = _lowered(own, rot, [centre[:2] + half[:2] * [x, y] for x in shares for y in shares], turns[:1], walls, scene.ground, top)
+    if not found and top_between(walls, centre, centre, 0.03) < centre[2] + half[2]:  # no roof: drop it from above
+        found = _lowered(own, rot, spots, turns, walls, scene.ground, np.inf)
     if not found:
         below = walls[walls[:, 2] < centre[2]]
         for turn in turns:
@@ -138,6 +136,20 @@ def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[S
                     found.append(_inserted(posed, spot, turned, way, walls, below, scene.ground, 0.01 * abs(turn) + 0.2 * depth))
     found.sort(key=lambda stow: stow.cost)
     return [stow for stow in found[:STOWS] if stow.cost < found[0].cost + 0.3]
+
+
+def _lowered(own: Vector, rot: Rotation, spots: list[Vector], turns: list[float], walls: Vector, ground: float, top: float) -> list[Stow]:
+    """From above, onto what it touches first, where that leaves its origin below `top`; the first spot is the dearest to the goal."""
+    found = []
+    for spot in spots:
+        for turn in turns:
+            turned = Rotation.from_euler("z", turn) * rot
+            rest = rest_height(turned.apply(own) + np.append(spot, 0.0), walls, ground)
+            if rest < top:
+                cost = 0.01 * abs(turn) + 0.3 * float(np.linalg.norm(spot - spots[0])) + 2.0 * rest
+                spare = 0.03 if np.isinf(top) else float(np.clip(top - rest - GAP, 0.0, 0.10))
+                found.append(Stow(np.append(spot, rest + GAP), turned, WAYS[0], spare, cost))
+    return found
 
 
 def _turns(points: Vector) -> list[float]:
