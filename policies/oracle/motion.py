@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 from scipy.spatial.transform import Rotation
 

@@ -44,17 +44,20 @@ def box(size: tuple[float, float, float], at: tuple[float, float, float] = (0, 0
     return np.column_stack([signs * np.array(size, np.float32) / 2 + np.array(at, np.float32), np.full(8, piece, np.float32)])
 
 
+Part = tuple[tuple[float, float, float], tuple[float, float, float]]  # size, centre
+
+
 def cup(outer: float = 0.1, wall: float = 0.006, height: float = 0.06) -> Vector:
     """A square cup: four walls and a floor, its origin in the middle of its underside."""
     half, up = outer / 2 - wall / 2, height / 2
-    sides = [((wall, outer, height), (side * half, 0, up)) for side in (-1, 1)]
+    sides: list[Part] = [((wall, outer, height), (side * half, 0, up)) for side in (-1, 1)]
     sides += [((outer, wall, height), (0, side * half, up)) for side in (-1, 1)]
     pieces = [*sides, ((outer, outer, wall), (0, 0, wall / 2))]
     return np.concatenate([box(size, at, piece) for piece, (size, at) in enumerate(pieces)])
 
 
 def solid(shape: Vector, at: tuple[float, float, float] = (0, 0, 0)) -> Vector:
-    return filled(np.ascontiguousarray(shape, np.float32).tobytes()) + np.array(at)
+    return np.asarray(filled(np.ascontiguousarray(shape, np.float32).tobytes()) + np.array(at))
 
 
 def truth(**parts: Any) -> Privileged:
@@ -200,7 +203,7 @@ def test_two_things_for_one_container_get_places_apart() -> None:
 
 
 def test_under_a_roof_a_thing_is_brought_in_level_from_the_open_side() -> None:
-    parts = [((0.2, 0.2, 0.02), (0, 0, 0.01)), ((0.2, 0.2, 0.02), (0, 0, 0.19)), ((0.02, 0.2, 0.2), (0.09, 0, 0.1))]
+    parts: list[Part] = [((0.2, 0.2, 0.02), (0, 0, 0.01)), ((0.2, 0.2, 0.02), (0, 0, 0.19)), ((0.02, 0.2, 0.2), (0.09, 0, 0.1))]
     parts += [((0.2, 0.02, 0.2), (0, side * 0.09, 0.1)) for side in (-1, 1)]
     shelf = np.concatenate([box(size, at, piece) for piece, (size, at) in enumerate(parts)])
     regions = {"inside": np.array([0, 0, 0.1, 0, 0, 0, 1, 0.06, 0.06, 0.06])}
