@@ -668,9 +668,8 @@ def report(run: Path, /, *, html: Flag = False, draw: Literal["failures", "all",
     from .results.report import report as read
 
     folder = open_run(run)
+    folder.played()
     found = read(folder)
-    if not found.success + found.failure + found.error:
-        raise BadRequest(f"{run}: no episode has been played yet; vla-eval run --resume {run} goes on")
     told, page = _told(folder.path, found), found.markdown()
     if sorted_ := failures_markdown(bins(folder)):
         page += f"\n{sorted_}"
@@ -798,6 +797,7 @@ def wandb_(run: Path, /, *, mode: Literal["online", "offline"] = "online") -> An
 
     check_installed()
     folder = open_run(run)
+    folder.played()
     sent = send(folder.path, mode)
     told = {"run": folder.manifest.run_id, "wandb": run_id(folder.manifest.run_id), "mode": mode, "sent": sent}
     shown = f"{'sent as' if mode == 'online' else 'written into ' + str(run / 'wandb') + ' as'} {told['wandb']}" if sent else ""

@@ -92,12 +92,14 @@ def test_power_says_how_many_pairs(vla_eval: Command) -> None:
         (("compare", "{a}", "{b}", "--margin", "5"), "margin 5.0"),
         (("leaderboard", "{runs}", "{copy}"), "are both run clerk"),
         (("leaderboard", "{none}"), "holds no run"),
+        (("leaderboard", "{empty}"), "no episode has been played yet"),
         (("power", "--p0", "1.5"), "--p0 1.5 is no rate"),
         (("power", "--p0", "0.9", "--margin", "0"), "margin 0.0"),
         (("power", "--p0", "0.9", "--p1", "0.8"), "no number of pairs"),
         (("run", "--task", "toy", "--policy", "zero", "--stop-when", "soon"), "none of 'lower>0.9'"),
         (("run", "--task", "toy", "--policy", "zero", "--stop-when", "versus {a}"), "its episodes are not this run's"),
         (("wandb", "{none}"), "no run folder"),
+        (("wandb", "{empty}"), "no episode has been played yet"),
     ],
     ids=lambda value: " ".join(value)[:48] if isinstance(value, tuple) else "",
 )
@@ -124,6 +126,23 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_exit_2(
     assert said in json.loads(out)["error"]
     assert err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before  # nothing half written
+
+
+@pytest.mark.parametrize("words", [("report", "{run}"), ("leaderboard", "{run}"), ("compare", "{run}", "{other}"), ("check", "{run}")])
+def test_a_half_written_last_line_is_left_out_and_said_once(
+    vla_eval: Command, two: tuple[RunFolder, RunFolder], caplog: pytest.LogCaptureFixture, words: tuple[str, ...]
+) -> None:
+    """A killed run's: what was played before is whole, and `run --resume` plays the episode again."""
+    clerk, baker = two
+    lines = clerk.path / "episodes.jsonl"
+    lines.write_bytes(lines.read_bytes()[:-30])
+    code, out, _ = vla_eval(*(word.format(run=clerk.path, other=baker.path) for word in words), "--json")
+    data = json.loads(out)
+    said = [record.getMessage() for record in caplog.records if "torn" in record.getMessage()]
+    assert said == [f"{lines}: line 12 is torn and left out; vla-eval run --resume {clerk.path} plays its episode again"]
+    assert code == data["exit"] == (1 if words[0] == "check" else 0)
+    if words[0] == "report":
+        assert (data["complete"], data["episodes"], data["planned"]) == (False, 11, 12)
 
 
 def test_pages_are_written_where_the_command_says(vla_eval: Command, two: tuple[RunFolder, RunFolder]) -> None:

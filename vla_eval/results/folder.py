@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -80,6 +81,12 @@ class RunFolder:
     def written(self) -> Iterator[EpisodeRecord]:
         """Every record, one a line, those that were replaced later included: the lines of a folder only ever become more."""
         return _lines(self.path / RECORDS)
+
+    def played(self) -> list[EpisodeRecord]:
+        """The records of a run that has any. Raises BadRequest for one in which no episode has been played yet."""
+        if not (found := self.records()):
+            raise BadRequest(f"{self.path}: no episode has been played yet; vla-eval run --resume {self.path} goes on")
+        return found
 
     @property
     def complete(self) -> bool:
@@ -285,7 +292,12 @@ def _lines(path: Path) -> Iterator[EpisodeRecord]:
             raise BadRequest(f"{path}: line {number} is no JSON ({error})") from error
         yield _built(EpisodeRecord, data, f"{path}: line {number}")
     if torn:
-        _log.warning("%s: line %d is torn and left out", path, len(whole) + 1)
+        _say_torn(path, len(whole) + 1)
+
+
+@lru_cache(maxsize=1024)  # a command reads the records several times and says it once
+def _say_torn(path: Path, line: int) -> None:
+    _log.warning("%s: line %d is torn and left out; vla-eval run --resume %s plays its episode again", path, line, path.parent)
 
 
 def _text(path: Path) -> str:

@@ -77,9 +77,11 @@ class Table:
 def leaderboard(places: Sequence[Path], sort: str | None = None) -> list[Table]:
     """The tables of every run under `places` (run folders, folders of runs, result files). `sort`: a suite, "policy", "date" or "latency".
 
-    Raises BadRequest for a place that holds no result, and for two runs with one id.
+    Raises BadRequest for a place that holds no result, for runs that have none yet, and for two runs with one id.
     """
     entries = [entry for place in places for entry in _entries(place)]
+    if not any(entry.rate.n or entry.error for entry, _ in entries):
+        raise BadRequest(f"{', '.join(map(str, places))}: no episode has been played yet, there is nothing to rank")
     seen: dict[str, Path] = {}
     for entry, path in entries:
         if path.is_dir() and seen.setdefault(entry.origin, path) != path:

@@ -43,9 +43,7 @@ def review(folder: RunFolder, out: Path) -> Path:
 
     Episodes are shown with the mp4 that the run folder has; one that was not drawn says how to draw it.
     """
-    found, records = report(folder), sorted(folder.records(), key=lambda r: (task_order(r.task), r.trial))
-    if not records:
-        raise BadRequest(f"{folder.path}: no episode has been played yet, there is nothing to show; vla-eval run --resume {folder.path}")
+    records, found = sorted(folder.played(), key=lambda r: (task_order(r.task), r.trial)), report(folder)
     with _writing(out):
         shown, bins, totals = [], {}, []
         for record in records:
