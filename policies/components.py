@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vla_eval.arrays import read_npz
 from vla_eval.engines.bundle import Bundle
 from vla_eval.engines.engine import Engine, Tensor, load_engines
+from vla_eval.engines.verify import SELFTEST, selftest
 from vla_eval.types import ContractMismatch, TensorSpec, Vector
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Components:
         self.engines = load_engines([bundle.component(name) for name in names], backend) if engines is None else dict(engines)
         self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self.engines.items()}
         self.about = {name: dict(engine.about) for name, engine in self.engines.items()}
+        if (plans := self.plans) is not None and (file := bundle.path / SELFTEST).is_file():
+            selftest(bundle, read_npz(file), plans)  # half precision may overflow, and kernels are picked by others' code
 
     def __call__(self, component: str, **tensors: Tensor) -> dict[str, Tensor]:
         """What the component makes of these tensors. Raises ContractMismatch where the engine takes others."""

@@ -34,7 +34,7 @@ class Error(IntEnum):
 
 
 class Emulated:
-    """What the process's only card holds. `refuse_capture` makes captures fail, `room` is its memory in bytes."""
+    """What the process's only card holds; tests make captures fail, its memory small, or a component overflow."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, Any] = {}
@@ -43,6 +43,7 @@ class Emulated:
         self.graphs: dict[int, list[Work]] = {}
         self.recording: list[Work] | None = None
         self.refuse_capture, self.room, self.launches, self.replays, self.enqueued = False, 1 << 32, 0, 0, 0
+        self.spoil = ""  # the component whose answers are infinite
         self._handles = itertools.count(1000)
 
     # memory
@@ -218,7 +219,7 @@ class Context:
         def work() -> None:
             inputs = {spec.name: at(places[spec.name], shapes[spec.name], spec.dtype).copy() for spec in self.engine.component.inputs}
             for name, array in self.engine.answer(inputs).items():
-                at(places[name], array.shape, array.dtype)[...] = array
+                at(places[name], array.shape, array.dtype)[...] = np.inf if self.engine.component.name == self.engine.card.spoil else array
 
         self.engine.card.enqueued += 1
         self.engine.card.do(work)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from vla_eval.engines.blocks import Rope, gated_mlp, heads, joined, layer_norm, linear, modulated, rope_from_table, rotate, segments
+from vla_eval.engines.blocks import (
+    Rope,
+    gated_mlp,
+    heads,
+    joined,
+    layer_norm,
+    linear,
+    modulated,
+    rope_from_table,
+    rotate,
+    scaled_linear,
+    segments,
+    split_linear,
+)  # fmt: skip
 from vla_eval.engines.graph import Dim, Graph, Value
 from vla_eval.engines.weights import Tensor, Weights
 
@@ -11,6 +24,7 @@ from .configuration import TEXT, VISUAL, Architecture, Text, Vision
 VL_EPS = 1e-5  # of the VL LayerNorm and its refinement blocks
 DIT_EPS = 1e-5
 DIT_OUT_EPS = 1e-6
+SPLIT = 4  # parts of the sums of the DiT's narrow products: 41 rows alone leave most of a GPU idle
 
 
 def visual(g: Graph, a: Architecture, w: Weights, patches: Dim, bounds: Dim) -> None:
@@ -138,7 +152,9 @@ def action(g: Graph, a: Architecture, w: Weights, slot: int, batch: Dim, tokens:
             x = cross_block(g, x, block, a, row, k, v, seen["text" if i % (2 * a.text_every) == 0 else "image"])
         else:
             x = self_block(g, x, block, a, row)
-        x = g.label(g.add(x, feed_forward(g, g.layer_norm(x, eps=DIT_EPS), block.under("ff"))), f"step.block_{i:02d}")
+        ff = block.under("ff")
+        hidden = g.gelu_tanh(linear(g, g.layer_norm(x, eps=DIT_EPS), ff.under("net.0.proj")))
+        x = g.label(g.add(x, split_linear(g, hidden, ff.under("net.2"), SPLIT)), f"step.block_{i:02d}")
 
     shift, scale = halves(g, g.slice(modulation, 0, a.dit_layers, a.dit_layers + 1))  # the other order than in the blocks
     x = g.label(linear(g, modulated(g, x, scale, shift, eps=DIT_OUT_EPS), w.under("model.proj_out_2")), "step.dit_output")
@@ -162,17 +178,18 @@ def encoded_action(g: Graph, noise: Value, time_bias: Value, w: Weights, a: Arch
 def cross_block(g: Graph, x: Value, w: Weights, a: Architecture, row: Value, k: Value, v: Value, mask: Value) -> Value:
     scale, shift = halves(g, row)
     y, attention = modulated(g, x, scale, shift, eps=DIT_EPS), w.under("attn1")
-    q = heads(g, linear(g, y, attention.under("to_q")), a.dit_head_dim)
-    seen = joined(g, g.attention(q, k, v, scale=a.dit_head_dim**-0.5, mask=mask))
-    return g.add(x, linear(g, seen, attention.under("to_out.0")))
+    q = heads(g, scaled_linear(g, y, attention.under("to_q"), a.dit_head_dim**-0.5), a.dit_head_dim)
+    seen = joined(g, g.attention(q, k, v, scale=1.0, mask=mask))
+    return g.add(x, split_linear(g, seen, attention.under("to_out.0"), SPLIT))
 
 
 def self_block(g: Graph, x: Value, w: Weights, a: Architecture, row: Value) -> Value:
     scale, shift = halves(g, row)
     y, attention = modulated(g, x, scale, shift, eps=DIT_EPS), w.under("attn1")
-    q, k, v = (heads(g, linear(g, y, attention.under(part)), a.dit_head_dim) for part in ("to_q", "to_k", "to_v"))
-    seen = joined(g, g.attention(q, k, v, scale=a.dit_head_dim**-0.5))
-    return g.add(x, linear(g, seen, attention.under("to_out.0")))
+    q = heads(g, scaled_linear(g, y, attention.under("to_q"), a.dit_head_dim**-0.5), a.dit_head_dim)
+    k, v = (heads(g, linear(g, y, attention.under(part)), a.dit_head_dim) for part in ("to_k", "to_v"))
+    seen = joined(g, g.attention(q, k, v, scale=1.0))
+    return g.add(x, split_linear(g, seen, attention.under("to_out.0"), SPLIT))
 
 
 def feed_forward(g: Graph, x: Value, w: Weights) -> Value:

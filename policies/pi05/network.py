@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 
-from vla_eval.engines.blocks import Rope, gated_mlp, heads, joined, layer_norm, linear, patches, rope_from_table, rotate
+from vla_eval.engines.blocks import Rope, gated_mlp, heads, joined, layer_norm, linear, patches, rope_from_table, rotate, split_linear
 from vla_eval.engines.graph import Dim, Graph, Value
 from vla_eval.engines.weights import Tensor, Weights
 
 from .configuration import EXPERT, PREFIX, PROJECTOR, VISION, Geometry, Tower, Vision, site_names
+
+SPLIT_IN, SPLIT_WIDE, SPLIT_OUT = 4, 2, 8  # parts of the sums of the expert's products: ten rows alone leave most of a GPU idle
 
 
 def visual(g: Graph, a: Geometry, w: Weights, views: Dim) -> None:
@@ -89,14 +91,16 @@ def expert_layer(
     e, attention = a.expert, w.under("self_attn")
     scale, shift, gate = site(g, modulated, 2 * i, e)
     y = g.cast(ada_norm(g, x, scale, shift, a), g.dtype)
-    q, k = (rotate(g, heads(g, linear(g, y, attention.under(part)), e.head_dim), rope) for part in ("q_proj", "k_proj"))
-    v = heads(g, linear(g, y, attention.under("v_proj")), e.head_dim)
+    q, k, v = (heads(g, split_linear(g, y, attention.under(f"{part}_proj"), SPLIT_IN), e.head_dim) for part in "qkv")
+    q, k = rotate(g, q, rope), rotate(g, k, rope)
     k, v = (g.concat([g.transpose(theirs, (0, 2, 1, 3)), own], 2) for theirs, own in ((prefix_k, k), (prefix_v, v)))
     seen = joined(g, g.attention(q, k, v, scale=e.head_dim**-0.5))
-    x = gated(g, x, linear(g, seen, attention.under("o_proj")), gate)
+    x = gated(g, x, split_linear(g, seen, attention.under("o_proj"), SPLIT_OUT), gate)
     scale, shift, gate = site(g, modulated, 2 * i + 1, e)
-    y = g.cast(ada_norm(g, x, scale, shift, a), g.dtype)
-    return g.label(gated(g, x, gated_mlp(g, y, w.under("mlp"), g.gelu_tanh), gate), f"step.layer_{i:02d}")
+    y, mlp = g.cast(ada_norm(g, x, scale, shift, a), g.dtype), w.under("mlp")
+    wide, open_ = (split_linear(g, y, mlp.under(f"{part}_proj"), SPLIT_WIDE) for part in ("up", "gate"))
+    y = split_linear(g, g.mul(g.gelu_tanh(open_), wide), mlp.under("down_proj"), SPLIT_OUT)
+    return g.label(gated(g, x, y, gate), f"step.layer_{i:02d}")
 
 
 def modulation(g: Graph, a: Geometry, w: Weights, times: Value) -> Value:  # [B] -> [B, M, 3 W], all in float32

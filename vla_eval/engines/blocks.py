@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
 
 from .graph import Graph, Value
 from .weights import Weights
@@ -39,6 +42,33 @@ def rotate(g: Graph, x: Value, rope: Rope) -> Value:
 def linear(g: Graph, x: Value, w: Weights) -> Value:
     """x W^T, plus the bias where the checkpoint has one."""
     return g.linear(x, w["weight"], w["bias"] if "bias" in w else None)  # noqa: SIM401 (a missing weight is an error; w is no dict)
+
+
+def split_linear(g: Graph, x: Value, w: Weights, parts: int) -> Value:
+    """`linear` on [B, T, K] with K cut into parts whose products are summed in float32.
+
+    With few rows a product has too few tiles to keep a GPU busy; parts side by side do, and their sum joins what comes next.
+    """
+    weight = w["weight"]
+    out, width = weight.shape
+    parts = math.gcd(width, parts)
+    cut = weight.changed(f"split{parts}", lambda a: a.reshape(out, parts, -1).transpose(1, 2, 0), (parts, width // parts, out))
+    pieces = g.transpose(g.reshape(x, (0, 0, parts, width // parts)), (0, 2, 1, 3))  # [B, parts, T, K / parts]
+    summed = g.sum(g.cast(g.matmul(pieces, g.weight(cut, x.dtype)), "float32"), 1)
+    y = g.cast(g.reshape(summed, (0, -1, out)), x.dtype)
+    return g.add(y, g.weight(w["bias"], x.dtype)) if "bias" in w else y
+
+
+def scaled_linear(g: Graph, x: Value, w: Weights, factor: float) -> Value:
+    """`linear`, times a constant that goes into the weights."""
+    weight, bias = (
+        w[name].changed(f"times{factor:.6g}", lambda a: (a.astype(np.float32) * np.float32(factor)).astype(np.float32))
+        if name in w
+        else None
+        for name in ("weight", "bias")
+    )
+    assert weight is not None
+    return g.linear(x, weight, bias)
 
 
 def layer_norm(g: Graph, x: Value, w: Weights, *, eps: float) -> Value:

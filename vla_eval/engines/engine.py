@@ -55,11 +55,7 @@ def load_engines(components: Iterable[Component], backend: str = "auto") -> dict
     whose precision the backend cannot run, and for a plan that is missing or does not fit.
     """
     components = list(components)
-    if backend not in ("auto", *BACKENDS):
-        raise BadRequest(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
-    if backend == "auto":
-        backend = _best(components)
-    if backend == "tensorrt":
+    if chosen(components, backend) == "tensorrt":
         from .card import Card
         from .trt_run import TrtEngine
 
@@ -70,8 +66,12 @@ def load_engines(components: Iterable[Component], backend: str = "auto") -> dict
     return {component.name: OrtEngine(component) for component in components}
 
 
-def _best(components: Sequence[Component]) -> str:
-    """TensorRT where there are plans and a GPU; said where there are plans and none."""
+def chosen(components: Sequence[Component], backend: str = "auto") -> str:
+    """The backend that `auto` stands for here: TensorRT where there are plans and a GPU; said where there are plans and none."""
+    if backend not in ("auto", *BACKENDS):
+        raise BadRequest(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
+    if backend != "auto":
+        return backend
     if not all(any(component.folder.glob("*.engine")) for component in components):
         return "onnxruntime"
     from .trt_build import ANY_CARD, card_here

@@ -118,7 +118,7 @@ def attention_by_parts(g: Graph, q: Value, k: Value, v: Value, *, scale: float, 
     assert isinstance(heads, int)
     assert isinstance(groups, int)
     assert isinstance(width, int)
-    q = g.mul(q, scale)
+    q = q if scale == 1 else g.mul(q, scale)
     rows = q if heads == groups else g.reshape(q, (0, groups, -1, width))  # [B, G, H / G * T, D]
     scores = g.cast(g.matmul(rows, g.transpose(k, (0, 1, 3, 2))), "float32")
     scores = scores if heads == groups else g.reshape(scores, (0, heads, -1, 0))  # [B, H, T, S]

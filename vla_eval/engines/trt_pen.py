@@ -15,6 +15,7 @@ TYPES: dict[DType, str] = {
     "float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int32": "INT32", "int64": "INT64", "bool": "BOOL",
 }  # fmt: skip
 FUSED_WIDTHS = 8  # the attention layer takes head widths that are multiples of this
+WIDE_HEAD, FEW_ROWS = 128, 64  # for few queries of wide heads three plain kernels take 10 us where the layer takes 26
 
 
 class TrtPen:
@@ -67,10 +68,12 @@ class TrtPen:
         return self._product(a, b, transposed=False)
 
     def attention(self, q: Value, k: Value, v: Value, *, scale: float, mask: Value | None = None, causal: bool = False) -> Value:
-        if isinstance(q.shape[3], int) and q.shape[3] % FUSED_WIDTHS:
+        rows, width = q.shape[2], q.shape[3]
+        fused = not isinstance(width, int) or not width % FUSED_WIDTHS
+        if not fused or (isinstance(rows, int) and rows <= FEW_ROWS and isinstance(width, int) and width > WIDE_HEAD):
             return attention_by_parts(self, q, k, v, scale=scale, mask=mask, causal=causal)
         kinds, norms = self._api.CausalMaskKind, self._api.AttentionNormalizationOp
-        q = self.mul(q, scale)  # the layer itself does not scale
+        q = q if scale == 1 else self.mul(q, scale)  # the layer itself does not scale
         kind = kinds.UPPER_LEFT if causal else kinds.NONE
         layer = self.network.add_attention_v2(q.handle, k.handle, v.handle, norms.SOFTMAX, kind)
         layer.decomposable = True  # plain layers where no fused kernel takes this width or type

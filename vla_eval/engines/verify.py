@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..types import BadRequest, TensorSpec, Vector
+from ..types import BadRequest, TensorSpec, Vector, VlaEvalError
+from . import trt
 from .bundle import Bundle
-from .engine import load_engine, to_host
+from .engine import Engine, chosen, load_engines, to_host
 from .graph import NUMPY
 
 _FAR = 1e308  # JSON has no infinity
@@ -32,6 +33,7 @@ class Gate(NamedTuple):
 
 GATES: dict[str, Gate] = {  # by the less precise of the two
     "fp32": Gate(0.999999, 2e-5, 1e-5),  # seven times float32's own rounding through the deepest component
+    "tf32": Gate(0.99999, 5e-3, 1e-3),  # products of ten bits: what TensorRT for RTX makes of float32 ones, whatever it is told
     "fp16": Gate(0.9999, 1e-2, 2e-3),
     "bf16": Gate(0.999, 4e-2, 1e-2),
 }
@@ -76,16 +78,28 @@ class Verdict:
         }  # fmt: skip
 
 
-def trace(bundle: Bundle, inputs: Flat, *, backend: str = "auto") -> dict[str, Vector]:
+def selftest(bundle: Bundle, inputs: Flat, engines: Mapping[str, Engine]) -> None:
+    """Run the inputs that the bundle carries through its loaded components. Raises VlaEvalError, naming the first that gives no number."""
+    for key, array in trace(bundle, inputs, engines=engines).items():
+        component, call, side, name = key.split("/")
+        if side == "out" and not np.isfinite(array).all():
+            raise VlaEvalError(
+                f"{bundle.path}: component {component!r} gives NaN or infinity in {name!r} (call {call}) on the bundle's own {SELFTEST}; "
+                "export it in bf16 or fp32"
+            )
+
+
+def trace(bundle: Bundle, inputs: Flat, *, backend: str = "auto", engines: Mapping[str, Engine] | None = None) -> dict[str, Vector]:
     """What the bundle's components make of these inputs: the inputs again, and the outputs, under keys that `compare` reads.
 
     An input that is not given is taken from the last call of an earlier component whose output has its name, as in the policy.
+    `engines` replaces loading them.
     """
     calls = _calls(inputs)
     found: dict[str, Vector] = {}
     made: dict[str, Vector] = {}
     for component in calls:
-        engine = load_engine(bundle.component(component), backend)
+        engine = (engines or load_engines([bundle.component(component)], backend))[component]
         for call, given in enumerate(calls[component]):
             fed = _fed(component, call, {**made, **given["in"]}, engine.inputs)
             outputs = {name: to_host(tensor) for name, tensor in engine(**fed).items()}
@@ -106,6 +120,8 @@ def compare(bundle: Bundle, reference: Flat, *, precision: str | None = None, ba
     if not any(call["out"] for sides in calls.values() for call in sides):
         raise BadRequest(f"the reference holds no output of {', '.join(bundle.components)}; its keys look like 'action/0/out/velocity'")
     precisions = [precision or "fp32", *(component.dtype for component in bundle.components.values())]
+    if chosen(list(bundle.components.values()), backend) == "tensorrt" and trt.door().name == "tensorrt_rtx":
+        precisions.append("tf32")
     gate = GATES[max(precisions, key=list(GATES).index)]
     wanted = {key: array for key, array in reference.items() if key.partition("/")[0] in calls}
     found = trace(bundle, {key: array for key, array in wanted.items() if "/in/" in key}, backend=backend)

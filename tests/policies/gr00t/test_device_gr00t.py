@@ -56,6 +56,7 @@ def test_the_first_request_of_a_length_runs_plainly_and_later_ones_are_replayed(
     bundle = own()
     plans(bundle)
     policy = open_policy(bundle)  # auto: there are plans and a card
+    card.enqueued = 0  # the self-test ran
     replays, enqueued = [], []
     for words in (SHORT, SHORT, SHORT, LONG, SHORT, LONG):
         chunk(policy, 0, words)
@@ -130,3 +131,26 @@ def test_a_full_card_is_a_sentence(own: Callable[..., Bundle], emulated: Card) -
     card.room = 100_000
     with pytest.raises(VlaEvalError, match=r"Emulated has .* GB left"):
         chunk(open_policy(bundle), 0)
+
+
+def test_a_component_that_overflows_is_named_at_load(own: Callable[..., Bundle], emulated: Card) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    card.spoil = "vl_backbone"
+    with pytest.raises(VlaEvalError, match=r"component 'vl_backbone' gives NaN or infinity in 'cross_k_layer00' \(call 0\)"):
+        open_policy(bundle)
+    card.spoil = "action"
+    with pytest.raises(VlaEvalError, match="component 'action' gives NaN"):
+        open_policy(bundle)
+
+
+def test_a_component_that_overflows_later_is_named_by_the_request(own: Callable[..., Bundle], emulated: Card) -> None:
+    card, plans = emulated
+    bundle = own()
+    plans(bundle)
+    policy = open_policy(bundle)
+    chunk(policy, 0)
+    card.spoil = "visual"
+    with pytest.raises(VlaEvalError, match="component 'visual' gave NaN"):
+        chunk(policy, 1)

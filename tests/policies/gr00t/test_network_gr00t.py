@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vla_eval.engines import blocks
 from vla_eval.engines.blocks import Rope
-from vla_eval.engines.graph import Axis, Graph, Value
+from vla_eval.engines.graph import Axis, DType, Graph, Stored, Value
 from vla_eval.engines.onnx_pen import OnnxPen
 from vla_eval.engines.weights import Checkpoint, Weights, open_checkpoint
 from vla_eval.policies.gr00t import network, tables
@@ -263,12 +263,16 @@ def final_norm(monkeypatch: pytest.MonkeyPatch, w: Weights) -> None:
 
 def scaled_by_width(monkeypatch: pytest.MonkeyPatch, w: Weights) -> None:
     right = OnnxPen.attention
-    monkeypatch.setattr(OnnxPen, "attention", lambda *parts, scale, **more: right(*parts, scale=36**-0.5, **more))
+    monkeypatch.setattr(OnnxPen, "attention", lambda *parts, scale, **more: right(*parts, scale=scale * (12 / 36) ** 0.5, **more))
 
 
 def no_positions(monkeypatch: pytest.MonkeyPatch, w: Weights) -> None:
     right = OnnxPen.weight
-    monkeypatch.setattr(OnnxPen, "weight", lambda g, stored, dtype=None: g.mul(right(g, stored, dtype), 0.0))
+
+    def without(g: OnnxPen, stored: Stored, dtype: DType | None = None) -> Value:
+        return g.mul(right(g, stored, dtype), 0.0 if "position_embedding" in stored.name else 1.0)
+
+    monkeypatch.setattr(OnnxPen, "weight", without)
 
 
 def late(feeds: dict[str, Array], golden: Mapping[str, Array]) -> dict[str, Array]:
