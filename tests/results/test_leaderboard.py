@@ -237,3 +237,12 @@ def test_a_row_says_in_which_types_its_engines_compute(make_runs: ModuleType, tm
     plain = make_runs.make_run(tmp_path / "runs", run_id="plain")
     assert (board.of_run(fast.path).precision, board.of_run(plain.path).precision) == ("bf16, fp32", "–")
     assert "| clerk | – | bf16, fp32 | none |" in board.markdown(leaderboard([tmp_path / "runs"]))
+
+
+@pytest.mark.parametrize(("name", "value"), [("replan", "five"), ("replan", True), ("date", None), ("privileged", "no"), ("bundle", 7)])
+def test_a_published_field_of_another_kind_is_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
+    result = {"policy": "p", "suite": "shop@fair", "k": 1, "n": 2, "source": "a paper", name: value}
+    file = tmp_path / "published.json"
+    file.write_text(json.dumps({"vla_eval_results": 1, "results": [result]}))
+    with pytest.raises(BadRequest, match=rf"results\[0\]: '{name}' is "):
+        leaderboard([file])

@@ -361,17 +361,21 @@ def _published(path: Path, data: Mapping[str, Any]) -> Iterator[Entry]:
         stated = result.get("conditions", {})
         if not isinstance(stated, dict):
             raise BadRequest(f"{where}: 'conditions' is no object")
-        optional = {name: str(result[name]) for name in ("bundle", "precision", "backend", "hardware", "date") if name in result}
+        optional = {name: result[name] for name in ("bundle", "precision", "backend", "hardware", "date") if name in result}
+        kinds: dict[str, type] = {**dict.fromkeys(optional, str), "privileged": bool, "replan": int}
+        for name, kind in kinds.items():
+            if name in result and type(result[name]) is not kind:
+                raise BadRequest(f"{where}: {name!r} is {result[name]!r:.60}, no {kind.__name__}; correct it or leave it out")
         yield Entry(
             policy=texts["policy"],
             suite=texts["suite"],
             rate=_count(result, where),
             conditions={"stated_by": "their publishers", "stated": stated},
             replan=result.get("replan"),
-            privileged=bool(result.get("privileged", False)),
+            privileged=result.get("privileged", False),
             unranked="published, not played here",
             origin=texts["source"],
-            **optional,  # type: ignore[arg-type]
+            **optional,
         )
 
 
