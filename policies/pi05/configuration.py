@@ -199,15 +199,15 @@ def check_architecture(checkpoint: Checkpoint, g: Geometry = RELEASED) -> int:
     width = projection.shape[1] if projection is not None and len(projection.shape) == 2 else 0
     wanted = tensor_shapes(g, width or 32)
     optional = {HEAD, EMBEDDING, DEAD_HEAD, *dead_names(g)}
-    missing = [name for name in wanted if name not in held and name not in optional]
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise BadRequest(f"{checkpoint.path}: no tensor {', '.join(missing[:3])}{more}; the checkpoint is incomplete, fetch it again")
     for name, shape in (wanted | {EMBEDDING: wanted[HEAD]}).items():
         if name in held and held[name].shape != shape:
             raise BadRequest(
                 f"{held[name].file}: {name!r} has shape {list(held[name].shape)}, the geometry says {list(shape)}; is --geometry right?"
             )
+    missing = [name for name in wanted if name not in held and name not in optional]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BadRequest(f"{checkpoint.path}: no tensor {', '.join(missing[:3])}{more}; the checkpoint is incomplete, fetch it again")
     if strange := unknown(checkpoint, g):
         _log.warning("%s: %d tensors are none of pi0.5's and are not used: %s", checkpoint.path, len(strange), ", ".join(strange[:3]))
     return width
