@@ -278,8 +278,9 @@ def test_an_error_makes_the_run_incomplete_until_it_is_resumed(vla_eval: Run, mo
         (["--task", "toy/0", "--task", "toy/1"], "give one --task or none"),
         (["--option", "horizon=4"], "horizon"),
         (["--protocol", "free"], "is a run of toy@v1, not of --protocol free"),
+        (["--out", "elsewhere"], "a resumed run stays in its folder"),
     ],
-    ids=["seed", "policy", "task", "tasks", "option", "protocol"],
+    ids=["seed", "policy", "task", "tasks", "option", "protocol", "out"],
 )
 def test_resume_refuses_another_run_and_names_the_difference(vla_eval: Run, words: list[str], sentence: str) -> None:
     assert vla_eval("run", "--task", "toy/0", "--policy", "zero", "--trials", "1", "--workers", "0")[0] == 0

@@ -101,3 +101,10 @@ def test_every_registered_suite_names_its_tasks_by_suite_protocol_and_index(suit
         tasks = registry.load_tasks(protocol)
         assert [task.id for task in tasks] == [f"{protocol}/{index}" for index in range(len(tasks))]
         assert all(isinstance(task, Task) and task.instruction and task.max_steps > 0 for task in tasks)
+
+
+def test_a_policy_without_engines_needs_no_bundle_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_load", lambda group, name: lambda size=1: ("mine", size))
+    assert registry.load_policy("mine", size=2) == ("mine", 2)
+    with pytest.raises(BadRequest, match="unknown option 'bundle' of policy 'mine'"):
+        registry.load_policy("mine", bundle="somewhere")

@@ -88,7 +88,7 @@ def run(
     replan: int | None = None,
     batch: int | None = None,
     protocol: str | None = None,
-    out: Path = Path("videos"),
+    out: Path | None = None,
     option: Words = (),
     video: Flag = False,
     resume: Path | None = None,
@@ -113,7 +113,7 @@ def run(
         replan: Actions of a chunk to execute before asking again. [default: the protocol's, else the whole chunk]
         batch: Requests that the policy answers together, fixed for a run. [default: 1]
         protocol: Short for the suffix of --task: gr00t means libero_10@gr00t.
-        out: The folder that holds runs.
+        out: The folder that holds runs. [default: videos]
         option: NAME=VALUE for the policy; a number, true, false or null is one, anything else is text.
         video: Draw every episode once the run has been played.
         resume: A run folder: play what is missing there or ended in an error. The rest of the command may be left out.
@@ -136,6 +136,8 @@ def run(
         folder = open_run(resume)
         if stop_when is not None:
             raise BadRequest("--stop-when is fixed when a run begins; a resumed run keeps the rule that it has")
+        if out is not None:
+            raise BadRequest("--out is where a new run goes; a resumed run stays in its folder")
         if len(task) > 1:
             raise BadRequest("--resume goes on with one run, which is one suite; give one --task or none")
         tasks = _tasks_of(folder)
@@ -154,7 +156,7 @@ def run(
         raise BadRequest("--accept-revision goes with --resume; a new run has the present revision")
     suites = [registry.select_tasks(spec, protocol) for spec in task]  # all of them are known before the first is played
     places = [bundle or _found(policy, tasks[0].suite, bundles, checkpoint, yes) for tasks in suites]
-    given |= {"out": out, "video": video, "workers": workers, "command": ["vla-eval", *sys.argv[1:]]}
+    given |= {"out": out or Path("videos"), "video": video, "workers": workers, "command": ["vla-eval", *sys.argv[1:]]}
     if stop_when is not None:
         from .results.sequential import parse_rule
 

@@ -19,8 +19,9 @@ SYNTHS = "vla_eval.synths"
 def load_policy(name: str, bundle: Any = None, **options: Any) -> Policy:
     """The policy of that name, loaded. Options are checked against the signature of its `load(bundle=None, **options)`."""
     load = _load(POLICIES, name)
-    check_options(f"policy {name!r}", load, {"bundle": bundle, **options})
-    policy: Policy = load(bundle=bundle, **options)
+    given = options if bundle is None else {"bundle": bundle, **options}
+    check_options(f"policy {name!r}", load, given)
+    policy: Policy = load(**given)
     return policy
 
 

@@ -469,6 +469,12 @@ def test_workers_are_counted_by_what_their_environment_says_it_needs(toy: Task, 
     assert not (tmp_path / "runs").exists()
 
 
+def test_workers_that_would_have_nothing_to_do_are_not_started_and_this_is_said(toy: Task, caplog: pytest.LogCaptureFixture) -> None:
+    with start(zero(), [toy], trials=2, workers=500) as run:
+        assert [record.outcome for record in run] == ["failure", "failure"]
+    assert "2 workers are enough: that many episodes are to be played" in caplog.text
+
+
 def test_free_memory_is_that_of_this_machine() -> None:
     free = loop.free_bytes()
     assert free is not None

@@ -296,7 +296,9 @@ class Run:
         """Let the first simulator stand, so that what it needs, offers and is can be checked and written down."""
         task = self._tasks[self.todo[0][0]]
         workers = min(len(self._seats), len(self.todo))
-        _check_memory(len(self._seats), workers * PROCESS_BYTES)
+        if workers < len(self._seats):
+            _log.warning("%d workers are enough: that many episodes are to be played", workers)
+        _check_memory(workers, workers * PROCESS_BYTES)
         if not self._seats:
             env, message = opened(task)
             self._here = (task.id, env) if env is not None else None
@@ -313,7 +315,7 @@ class Run:
         if message["kind"] == "opened":
             facts = facts_from(message["facts"])
             self._admit(task, facts)
-            _check_memory(len(self._seats), (workers - 1) * max(facts.bytes, PROCESS_BYTES))
+            _check_memory(workers, (workers - 1) * max(facts.bytes, PROCESS_BYTES))
         elif message["mend"]:
             raise BadRequest(message["mend"])
         else:
