@@ -13,7 +13,19 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from vla_eval.engines.blocks import Rope, gated_mlp, heads, joined, modulated, patches, rope_from_table, rotate, segments
+from vla_eval.engines.blocks import (
+    Rope,
+    gated_mlp,
+    heads,
+    joined,
+    modulated,
+    patches,
+    rope_from_table,
+    rotate,
+    scaled_linear,
+    segments,
+    split_linear,
+)  # fmt: skip
 from vla_eval.engines.graph import Axis, Graph, Shape, Value
 from vla_eval.engines.onnx_pen import OnnxPen
 from vla_eval.engines.weights import open_checkpoint
@@ -113,3 +125,21 @@ def test_the_gate_is_activated_and_the_other_half_is_not(desk: Desk, tmp_path: P
     np.testing.assert_allclose(
         found, (gate / (1 + np.exp(-gate)) * (x @ w["up_proj.weight"].T)) @ w["down_proj.weight"].T, rtol=2e-5, atol=2e-5
     )
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("parts", [1, 4, 8, 7], ids=str)
+def test_a_product_cut_into_parts_is_the_product(desk: Desk, tmp_path: Path, parts: int, bias: bool) -> None:
+    weight, shift, x = numbers(6, 24), numbers(6), numbers(2, 5, 24)
+    save_file({"p.weight": weight} | ({"p.bias": shift} if bias else {}), tmp_path / "model.safetensors")
+    w = open_checkpoint(tmp_path).weights.under("p")
+    found = desk(lambda g, v: split_linear(g, v, w, parts), {"x": (x, (2, 5, 24))})  # seven parts do not divide 24: one is left
+    np.testing.assert_allclose(found, x @ weight.T + (shift if bias else 0), atol=2e-6 * 24)
+
+
+def test_a_factor_in_the_weights_scales_product_and_bias(desk: Desk, tmp_path: Path) -> None:
+    weight, shift, x = numbers(6, 24), numbers(6), numbers(2, 5, 24)
+    save_file({"p.weight": weight, "p.bias": shift}, tmp_path / "model.safetensors")
+    w = open_checkpoint(tmp_path).weights.under("p")
+    found = desk(lambda g, v: scaled_linear(g, v, w, 0.3), {"x": (x, (2, 5, 24))})
+    np.testing.assert_allclose(found, 0.3 * (x @ weight.T + shift), atol=2e-6 * 24)

@@ -22,7 +22,8 @@ ALIASES = {"kinds": "CausalMaskKind", "norms": "AttentionNormalizationOp", "ops"
 OBJECTS = {  # what our variables hold
     "network": ["INetworkDefinition"], "builder": ["Builder"], "settings": ["IBuilderConfig", "IRuntimeConfig"], "parser": ["OnnxParser"],
     "engine": ["ICudaEngine"], "context": ["IExecutionContext"], "runtime": ["Runtime"], "inspector": ["EngineInspector"],
-    "cache": ["IRuntimeCache"], "measured": ["ITimingCache"], "profile": ["IOptimizationProfile"], "layer": ["ILayer", "*Layer", "IAttention"], "handle": ["ITensor"], "tensor": ["ITensor"],
+    "cache": ["IRuntimeCache"], "measured": ["ITimingCache"],
+    "profile": ["IOptimizationProfile"], "layer": ["ILayer", "*Layer", "IAttention"], "handle": ["ITensor"], "tensor": ["ITensor"],
 }  # fmt: skip
 
 

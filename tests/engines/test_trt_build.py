@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vla_eval.cli import main
 from vla_eval.engines import trt, trt_build
 from vla_eval.engines.bundle import Bundle, findings, open_bundle
 from vla_eval.engines.trt_build import ANY_CARD, build, build_component, plan_file, record_file, record_of
@@ -223,3 +224,28 @@ def test_the_door_says_which_cards_the_vendor_supports() -> None:
     assert "unsupported GPU" in flavour.supports("sm90")
     assert flavour.supports("sm120") == "supported"
     assert trt.Flavour("tensorrt", "11.4.0.106", None).supports("sm90") == "supported"
+
+
+def test_the_command_builds_once_and_says_so(graphs: Bundle, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bundle = shutil.copytree(graphs.path, tmp_path / "bundle")
+    for new in (True, False):
+        assert main(["build", str(bundle), "--components", "action", "--json"]) == 0
+        said = json.loads(capfd.readouterr().out)
+        assert [(plan["component"], plan["new"]) for plan in said["plans"]] == [("action", new)]
+        assert Path(said["plans"][0]["plan"]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "build wants one bundle"),
+        (["a", "b"], "build wants one bundle"),
+        (["a", "--model", "gr00t"], "--model goes with --direct"),
+        (["--direct"], "--model is missing"),
+        (["--direct", "--model", "gr00t", "--force"], "a direct build always builds"),
+    ],
+    ids=" ".join,
+)
+def test_the_command_refuses_what_it_cannot_mean(words: list[str], told: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", *words]) == 2
+    assert told in capfd.readouterr().err
