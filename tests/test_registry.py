@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla_eval import registry
-from vla_eval.types import BadRequest, Task, VlaEvalError
+from vla_eval.policies.baseline import zero
+from vla_eval.types import BadRequest, Policy, Task, VlaEvalError
 
 
 def indices(spec: str, protocol: str | None = None) -> list[int]:
@@ -104,7 +105,14 @@ def test_every_registered_suite_names_its_tasks_by_suite_protocol_and_index(suit
 
 
 def test_a_policy_without_engines_needs_no_bundle_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_load", lambda group, name: lambda size=1: ("mine", size))
-    assert registry.load_policy("mine", size=2) == ("mine", 2)
+    asked: list[int] = []
+
+    def load(size: int = 1) -> Policy:
+        asked.append(size)
+        return zero()
+
+    monkeypatch.setattr(registry, "_load", lambda group, name: load)
+    assert registry.load_policy("mine", size=2).name == "zero"
+    assert asked == [2]
     with pytest.raises(BadRequest, match="unknown option 'bundle' of policy 'mine'"):
         registry.load_policy("mine", bundle="somewhere")
