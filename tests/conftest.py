@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
@@ -12,6 +13,9 @@ import pytest
 
 if TYPE_CHECKING:
     from vla_eval.envs.libero import LiberoEnv
+
+# A suite started in the background of a shell inherits an ignored Ctrl-C, and so would every process that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALIVE = 3  # environments at once: four that have drawn take 4.8 GB
 
