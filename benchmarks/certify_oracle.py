@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from _tables import fill
 
 import vla_eval
 from vla_eval.contract import open_env
@@ -51,7 +52,14 @@ def main() -> None:
                 path.write_text(json.dumps(found, indent=1) + "\n")  # after every task: hours of work are not lost to one key
                 print(task.id, task.instruction, dict(Counter(record.outcome for record in records)), flush=True)
     page = DOCS / "oracle.md"
-    page.write_text(filled(page.read_text(), found))
+    fill(
+        page,
+        {
+            "suites": suites_table(found),
+            "tasks": tasks_table(found.get("oracle", {})),
+            "baselines": baselines_table(found),
+        },
+    )
 
 
 def played(policy: Policy, task: Task, trials: Sequence[int]) -> list[EpisodeRecord]:
@@ -66,17 +74,6 @@ def played(policy: Policy, task: Task, trials: Sequence[int]) -> list[EpisodeRec
 def said(record: EpisodeRecord) -> dict[str, Any]:
     plain = {"outcome": record.outcome, "steps": record.steps, "seconds": round(record.seconds, 1)}
     return plain | ({"error": record.error} if record.error else {})
-
-
-def filled(page: str, found: dict[str, Any]) -> str:
-    """The page with its tables made anew: each stands between two comments that name it."""
-    for name, table in {
-        "suites": suites_table(found),
-        "tasks": tasks_table(found.get("oracle", {})),
-        "baselines": baselines_table(found),
-    }.items():
-        page = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda match, t=table: f"{match[1]}{t}{match[2]}", page, flags=re.DOTALL)  # type: ignore[misc]
-    return page
 
 
 def suites_table(found: dict[str, Any]) -> str:

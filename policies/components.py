@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -32,11 +32,7 @@ class Components:
     def __call__(self, component: str, **tensors: Tensor) -> dict[str, Tensor]:
         """What the component makes of these tensors. Raises ContractMismatch where the engine takes others."""
         specs = self._specs[component]
-        if set(specs) != set(tensors):
-            raise ContractMismatch(
-                f"component {component!r} takes {', '.join(sorted(specs))}; this runtime offers {', '.join(sorted(tensors))}. "
-                "Export the checkpoint again with this version"
-            )
+        check_inputs(component, specs, tensors)
         return self.engines[component](**{name: _cast(tensor, specs[name]) for name, tensor in tensors.items()})
 
     @property
@@ -66,6 +62,15 @@ class Buffer:
         if self._memory.size < size:
             self._memory = np.empty(size, self._memory.dtype)
         return self._memory[:size].reshape(*shape, self._width)
+
+
+def check_inputs(component: str, wanted: Collection[str], given: Collection[str]) -> None:
+    """Raises ContractMismatch unless an engine is given just the inputs that it takes."""
+    if set(wanted) != set(given):
+        raise ContractMismatch(
+            f"component {component!r} takes {', '.join(sorted(wanted))}; this runtime offers {', '.join(sorted(given))}. "
+            "Export the checkpoint again with this version"
+        )
 
 
 def most(axis: int | tuple[int, int, int]) -> int:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.trt_run import Requests, TrtEngine
-from vla_eval.types import ContractMismatch, Vector
+from vla_eval.types import Vector
 
 from ..components import most, position_ids
+from ..on_card import Kept
 from .processor import Layout, prompt_rotary, vision_tables
 
 if TYPE_CHECKING:
@@ -68,66 +69,52 @@ class Gr00tBody:
         specs = {(name, spec.name): spec for name, engine in engines.items() for spec in engine.inputs}
         b, s = batch, shape.tokens
         patches = b * shape.patches
-        self._own: list[Buffer] = []
-        self._pairs: list[tuple[Vector, Buffer]] = []  # host arrays, and where each goes at the start of a request
+        self._kept = kept = Kept(card)
 
         made = vision_tables(layout, patches // (shape.grid[0] * shape.grid[1]), shape.grid)
-        self.patches, patches_on_card = self._fed((patches, most(specs["visual", "input"].shape[1])), "float32")
+        self.patches, patches_on_card = kept.fed((patches, most(specs["visual", "input"].shape[1])), "float32")
         visual_inputs = {
-            "input": patches_on_card, "rotary_pos_emb": self._constant(made.rotary), "cu_seqlens": self._constant(made.cu_seqlens),
-            "fast_pos_embed_idx": self._constant(made.position_index), "fast_pos_embed_weight": self._constant(made.position_weight),
+            "input": patches_on_card, "rotary_pos_emb": kept.constant(made.rotary), "cu_seqlens": kept.constant(made.cu_seqlens),
+            "fast_pos_embed_idx": kept.constant(made.position_index), "fast_pos_embed_weight": kept.constant(made.position_weight),
         }  # fmt: skip
         self._wide: list[tuple[Buffer, Buffer]] = []  # float32, and the same in the engine's type
         for name in ("input", "fast_pos_embed_weight"):
             kind = specs["visual", name].dtype
             if kind != "float32":
-                narrow = self._empty(visual_inputs[name].shape, kind)
+                narrow = kept.empty(visual_inputs[name].shape, kind)
                 if name == "input":
                     self._wide.append((visual_inputs[name], narrow))
                 else:
                     card.narrow(visual_inputs[name], narrow)
                 visual_inputs[name] = narrow
-        self.visual = engines["visual"].bind({name: buffer.shape for name, buffer in visual_inputs.items()})
-        for name, buffer in visual_inputs.items():
-            self.visual.set(name, buffer)
+        self.visual = kept.bind("visual", engines["visual"], visual_inputs)
 
         hidden, kind = tables.embedding.shape[1], specs["vl_backbone", "inputs_embeds"].dtype
-        self.ids, self._ids = self._fed((b, s), "int64")
-        self.slots, self._slots = self._fed((b, s), "int32")
-        self.rotary, rotary = self._fed((b, s, layout.text_head_dim), "float32")
+        self.ids, self._ids = kept.fed((b, s), "int64")
+        self.slots, self._slots = kept.fed((b, s), "int32")
+        self.rotary, rotary = kept.fed((b, s, layout.text_head_dim), "float32")
         taps = [name for name in self.visual.outputs if name.startswith("deepstack_features_")]
-        self._embeds = {name: self._empty((b, s, hidden), kind) for name in ("inputs_embeds", *taps)}
+        self._embeds = {name: kept.empty((b, s, hidden), kind) for name in ("inputs_embeds", *taps)}
         backbone_inputs = {
             "inputs_embeds": self._embeds["inputs_embeds"], "rope_rotary_cos_sin": rotary,
-            "attention_pos_id": self._constant(position_ids(b, s)),
+            "attention_pos_id": kept.constant(position_ids(b, s)),
             **{name.replace("features", "embeds"): self._embeds[name] for name in taps},
         }  # fmt: skip
-        self.backbone = engines["vl_backbone"].bind({name: buffer.shape for name, buffer in backbone_inputs.items()})
-        for name, buffer in backbone_inputs.items():
-            self.backbone.set(name, buffer)
+        self.backbone = kept.bind("vl_backbone", engines["vl_backbone"], backbone_inputs)
 
-        self.noise, self._x = self._fed((b, *map(most, specs["action", "noise_trajectory"].shape[1:])), "float32")
-        self.state, state = self._fed((b, 1, *map(most, specs["action", "state"].shape[2:])), "float32")
-        self.text, text = self._fed((b, 1, 1, s), "bool")
-        self.image, image = self._fed((b, 1, 1, s), "bool")
+        self.noise, self._x = kept.fed((b, *map(most, specs["action", "noise_trajectory"].shape[1:])), "float32")
+        self.state, state = kept.fed((b, 1, *map(most, specs["action", "state"].shape[2:])), "float32")
+        self.text, text = kept.fed((b, 1, 1, s), "bool")
+        self.image, image = kept.fed((b, 1, 1, s), "bool")
         action_inputs = {
             "noise_trajectory": self._x, "state": state, "text_attention_mask": text, "image_attention_mask": image,
             "adanorm_modulation": tables.modulation[0], "action_time_bias": tables.time_bias[0], **self.backbone.outputs,
         }  # fmt: skip
-        self.action = engines["action"].bind({name: buffer.shape for name, buffer in action_inputs.items()})
-        for name, buffer in action_inputs.items():
-            self.action.set(name, buffer)
-        self.chunk = card.pinned(self._x.shape, "float32")
-        for name, inputs in (("visual", visual_inputs), ("vl_backbone", backbone_inputs), ("action", action_inputs)):
-            wanted = {spec.name for spec in engines[name].inputs}
-            if wanted != set(inputs):
-                raise ContractMismatch(
-                    f"component {name!r} takes {', '.join(sorted(wanted))}; this runtime offers {', '.join(sorted(inputs))}. "
-                    "Export the checkpoint again with this version"
-                )
+        self.action = kept.bind("action", engines["action"], action_inputs)
+        self.chunk = kept.pinned(self._x.shape, "float32")
         card.wait()
         self.stages: Sequence[tuple[str, Callable[[], None]]] = (
-            ("h2d", self._upload), ("visual", self._see), ("prefill", self._prefill), ("denoise", self._denoise), ("d2h", self._download),
+            ("h2d", kept.upload), ("visual", self._see), ("prefill", self._prefill), ("denoise", self._denoise), ("d2h", self._download),
         )  # fmt: skip
 
     def fill(self, rows: Sequence[Inputs]) -> None:
@@ -144,14 +131,7 @@ class Gr00tBody:
 
     def close(self) -> None:
         """Give everything back."""
-        for bound in (self.visual, self.backbone, self.action):
-            bound.close()
-        self._card.free(*self._own)
-        self._card.unpin(self.chunk, *(host for host, _ in self._pairs))
-
-    def _upload(self) -> None:
-        for host, buffer in self._pairs:
-            self._card.upload(host, buffer)
+        self._kept.close()
 
     def _see(self) -> None:
         for wide, narrow in self._wide:
@@ -176,17 +156,3 @@ class Gr00tBody:
 
     def _download(self) -> None:
         self._card.download(self._x, self.chunk)
-
-    def _empty(self, shape: Sequence[int], dtype: str) -> Buffer:
-        self._own.append(self._card.empty(shape, dtype))
-        return self._own[-1]
-
-    def _constant(self, array: Vector) -> Buffer:
-        self._own.append(self._card.load(array))
-        return self._own[-1]
-
-    def _fed(self, shape: Sequence[int], dtype: str) -> tuple[Vector, Buffer]:
-        """Page-locked memory and the buffer that it fills at the start of every request."""
-        pair = self._card.pinned(shape, dtype), self._empty(shape, dtype)
-        self._pairs.append(pair)
-        return pair

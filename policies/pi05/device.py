@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.trt_run import Requests, TrtEngine
-from vla_eval.types import ContractMismatch, Vector
+from vla_eval.types import Vector
 
 from ..components import most
+from ..on_card import Kept
 
 if TYPE_CHECKING:
     from .runtime import Inputs
@@ -69,44 +70,31 @@ class Pi05Body:
         self._card, self._tables, self._seen = card, tables, shape.views * per_view
         specs = {(name, spec.name): spec for name, engine in engines.items() for spec in engine.inputs}
         length = self._seen + shape.text
-        self._own: list[Buffer] = []
-        self._pairs: list[tuple[Vector, Buffer]] = []  # host arrays, and where each goes at the start of a request
+        self._kept = kept = Kept(card)
 
         pixels = specs["visual", "pixel_values"]
-        self.pixels, wide = self._fed((batch * shape.views, *map(most, pixels.shape[1:])), "float32")
-        self._wide, self._narrow = wide, wide if pixels.dtype == "float32" else self._empty(wide.shape, pixels.dtype)
-        self.visual = engines["visual"].bind({"pixel_values": wide.shape})
-        self.visual.set("pixel_values", self._narrow)
+        self.pixels, wide = kept.fed((batch * shape.views, *map(most, pixels.shape[1:])), "float32")
+        self._wide, self._narrow = wide, wide if pixels.dtype == "float32" else kept.empty(wide.shape, pixels.dtype)
+        self.visual = kept.bind("visual", engines["visual"], {"pixel_values": self._narrow})
 
-        self.ids, self._ids = self._fed((batch, length), "int64")
-        self.slots, self._slots = self._fed((batch, length), "int32")
+        self.ids, self._ids = kept.fed((batch, length), "int64")
+        self.slots, self._slots = kept.fed((batch, length), "int32")
         self.ids[:] = 0
         self.slots[:] = -1
         self.slots[:, : self._seen] = np.arange(batch * self._seen, dtype=np.int32).reshape(batch, -1)  # pictures first, row by row
-        self._embeds = self._empty((batch, length, tables.embedding.shape[1]), specs["prefix", "inputs_embeds"].dtype)
-        prefix = {"inputs_embeds": self._embeds, **{name: self._constant(array) for name, array in places(0, length).items()}}
-        self.prefix = engines["prefix"].bind({name: buffer.shape for name, buffer in prefix.items()})
-        for name, buffer in prefix.items():
-            self.prefix.set(name, buffer)
+        self._embeds = kept.empty((batch, length, tables.embedding.shape[1]), specs["prefix", "inputs_embeds"].dtype)
+        prefix = {"inputs_embeds": self._embeds, **{name: kept.constant(array) for name, array in places(0, length).items()}}
+        self.prefix = kept.bind("prefix", engines["prefix"], prefix)
 
         noise = specs["action", "noise_trajectory"]
-        self.noise, self._x = self._fed((batch, *map(most, noise.shape[1:])), "float32")
-        here = {name: self._constant(array) for name, array in places(length, self._x.shape[1]).items()}
+        self.noise, self._x = kept.fed((batch, *map(most, noise.shape[1:])), "float32")
+        here = {name: kept.constant(array) for name, array in places(length, self._x.shape[1]).items()}
         action = {"noise_trajectory": self._x, tables.time_input: tables.times[0], **here, **self.prefix.outputs}
-        self.action = engines["action"].bind({name: buffer.shape for name, buffer in action.items()})
-        for name, buffer in action.items():
-            self.action.set(name, buffer)
-        self.chunk = card.pinned(self._x.shape, "float32")
-        for name, inputs in (("visual", {"pixel_values": wide}), ("prefix", prefix), ("action", action)):
-            wanted = {spec.name for spec in engines[name].inputs}
-            if wanted != set(inputs):
-                raise ContractMismatch(
-                    f"component {name!r} takes {', '.join(sorted(wanted))}; this runtime offers {', '.join(sorted(inputs))}. "
-                    "Export the checkpoint again with this version"
-                )
+        self.action = kept.bind("action", engines["action"], action)
+        self.chunk = kept.pinned(self._x.shape, "float32")
         card.wait()
         self.stages: Sequence[tuple[str, Callable[[], None]]] = (
-            ("h2d", self._upload), ("visual", self._see), ("prefill", self._prefill), ("denoise", self._denoise), ("d2h", self._download),
+            ("h2d", kept.upload), ("visual", self._see), ("prefill", self._prefill), ("denoise", self._denoise), ("d2h", self._download),
         )  # fmt: skip
 
     def fill(self, rows: Sequence[Inputs]) -> None:
@@ -118,14 +106,7 @@ class Pi05Body:
 
     def close(self) -> None:
         """Give everything back."""
-        for bound in (self.visual, self.prefix, self.action):
-            bound.close()
-        self._card.free(*self._own)
-        self._card.unpin(self.chunk, *(host for host, _ in self._pairs))
-
-    def _upload(self) -> None:
-        for host, buffer in self._pairs:
-            self._card.upload(host, buffer)
+        self._kept.close()
 
     def _see(self) -> None:
         if self._narrow is not self._wide:
@@ -145,17 +126,3 @@ class Pi05Body:
 
     def _download(self) -> None:
         self._card.download(self._x, self.chunk)
-
-    def _empty(self, shape: Sequence[int], dtype: str) -> Buffer:
-        self._own.append(self._card.empty(shape, dtype))
-        return self._own[-1]
-
-    def _constant(self, array: Vector) -> Buffer:
-        self._own.append(self._card.load(array))
-        return self._own[-1]
-
-    def _fed(self, shape: Sequence[int], dtype: str) -> tuple[Vector, Buffer]:
-        """Page-locked memory and the buffer that it fills at the start of every request."""
-        pair = self._card.pinned(shape, dtype), self._empty(shape, dtype)
-        self._pairs.append(pair)
-        return pair

@@ -1,0 +1,64 @@
+"""What a captured request keeps on the card: its buffers, what feeds them, and its engines bound to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from vla_eval.engines.card import Buffer, Card
+from vla_eval.engines.trt_run import Bound, TrtEngine
+from vla_eval.types import Vector
+
+from .components import check_inputs
+
+
+class Kept:
+    """Everything that one shape of request holds until `close`."""
+
+    def __init__(self, card: Card) -> None:
+        self.card = card
+        self._buffers: list[Buffer] = []
+        self._pairs: list[tuple[Vector, Buffer]] = []  # host arrays, and where each goes at the start of a request
+        self._pinned: list[Vector] = []
+        self._bound: list[Bound] = []
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Buffer:
+        """A buffer that nobody has written yet."""
+        self._buffers.append(self.card.empty(shape, dtype))
+        return self._buffers[-1]
+
+    def constant(self, array: Vector) -> Buffer:
+        """A buffer with this array in it."""
+        self._buffers.append(self.card.load(array))
+        return self._buffers[-1]
+
+    def pinned(self, shape: Sequence[int], dtype: str) -> Vector:
+        """Page-locked host memory."""
+        self._pinned.append(self.card.pinned(shape, dtype))
+        return self._pinned[-1]
+
+    def fed(self, shape: Sequence[int], dtype: str) -> tuple[Vector, Buffer]:
+        """Page-locked memory and the buffer that `upload` fills from it at the start of every request."""
+        pair = self.pinned(shape, dtype), self.empty(shape, dtype)
+        self._pairs.append(pair)
+        return pair
+
+    def bind(self, component: str, engine: TrtEngine, inputs: Mapping[str, Buffer]) -> Bound:
+        """The engine with these inputs, outputs allocated. Raises ContractMismatch where it takes others."""
+        check_inputs(component, {spec.name for spec in engine.inputs}, inputs)
+        bound = engine.bind({name: buffer.shape for name, buffer in inputs.items()})
+        self._bound.append(bound)
+        for name, buffer in inputs.items():
+            bound.set(name, buffer)
+        return bound
+
+    def upload(self) -> None:
+        """Every fed buffer, from its host memory."""
+        for host, buffer in self._pairs:
+            self.card.upload(host, buffer)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for bound in self._bound:
+            bound.close()
+        self.card.free(*self._buffers)
+        self.card.unpin(*self._pinned)
