@@ -32,6 +32,7 @@ from . import __version__, registry
 from .types import BadRequest, EpisodeRecord, Policy, Task, VlaEvalError
 
 if TYPE_CHECKING:
+    from .engines.bundle import Bundle
     from .results.folder import RunFolder
     from .results.report import Report
     from .run.loop import Run
@@ -627,6 +628,84 @@ def verify(
         lines += f"; not compared: {', '.join(verdict.not_compared)}"
     data = {"bundle": opened.digest, "reference": str(reference or against), **verdict.data()}
     return Answer(data, Group(table, Text(lines)), DONE if verdict.passed else INCOMPLETE)
+
+
+@app.command
+def bench(
+    bundle: Path,
+    /,
+    *,
+    against: Literal["torch"] | None = None,
+    requests: int | None = None,
+    warm_up: int | None = None,
+    instruction: str | None = None,
+    backend: str = "auto",
+    option: Words = (),
+) -> Answer:
+    """Measure how long a bundle takes to answer, stage by stage, on random pictures of its robot under a real instruction.
+
+    Args:
+        bundle: A bundle.
+        against: torch: the same network in PyTorch as one CUDA graph, in the same run; from a checkout, with PyTorch and a GPU.
+        requests: How many are measured, one after another. [default: 500 on a GPU, 20 on a CPU]
+        warm_up: How many are answered before and not counted. [default: 20 on a GPU, 2 on a CPU]
+        instruction: What the robot is told. [default: of the tasks of the bundle's suites, the one of middle length]
+        backend: What runs the components.
+        option: NAME=VALUE for the policy, as in `run`.
+    """
+    from .engines import bench as timing
+    from .engines.bundle import open_bundle
+    from .engines.engine import chosen
+    from .results.stats import percentiles
+
+    opened = open_bundle(bundle)
+    words = _usual_instruction(opened) if instruction is None else instruction
+    on_card = chosen(list(opened.components.values()), backend) == "tensorrt"
+    if against is not None and not on_card:
+        raise BadRequest(f"--against {against} needs {bundle} on a GPU: a CPU's time beside a GPU's says nothing; build its plans there")
+    policy = registry.load_policy(opened.model, bundle=bundle, backend=backend, **_options(option))
+    rehearsal = _asked(policy, opened.model, "rehearse")(words)
+    other = None
+    if against is not None:
+        if rehearsal.rival is None:
+            raise BadRequest(f"{bundle} has other sizes than the released model with two pictures, which is what the PyTorch baseline runs")
+        other = timing.rival(opened.model, {"dtype": opened.options["dtype"], **rehearsal.rival})
+    count, warm = (500, timing.WARM_UP) if on_card else (20, 2)
+    count, warm = count if requests is None else requests, warm if warm_up is None else warm_up
+    found = timing.measure(rehearsal.answer, requests=count, warm_up=warm, on_card=on_card)
+    ms = {}
+    for stage, values in found.seconds.items():
+        quantiles = percentiles(values)
+        assert quantiles is not None
+        ms[stage] = {q: 1e3 * getattr(quantiles, q) for q in ("p50", "p90", "p99")} | {"max": 1e3 * max(values)}
+    engines: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})
+    about = {**rehearsal.about, "instruction": words, "frontend": opened.frontend, "dtype": opened.options["dtype"]}
+    data = {
+        "bundle": opened.digest, "model": opened.model, **about, "engines": engines, "requests": found.requests, "warm_up": found.warm_up,
+        "warm_up_seconds": found.warm_up_s, "ms": ms, "requests_per_second": 1e3 * rehearsal.about["batch"] / ms["whole"]["p50"],
+    }  # fmt: skip
+    table = Table("stage", *(Column(q, justify="right") for q in ("p50", "p90", "p99", "max")), title=f"{bundle}, ms", title_justify="left")
+    for stage, row in ms.items():
+        table.add_row(stage, *(f"{value:.3f}" for value in row.values()))
+    lines = [", ".join(f"{name} {value}" for name, value in about.items())]
+    lines += [f"{name}: {', '.join(f'{key} {value}' for key, value in said.items())}" for name, said in engines.items()]
+    lines.append(f"{found.requests} requests after {found.warm_up} that are not counted ({found.warm_up_s:.1f} s)")
+    if other is not None:
+        ratio = other["parts"]["e2e"]["p50"] / ms["gpu"]["p50"]
+        data["against"] = {**other, "times_faster": ratio}
+        parts = ", ".join(f"{part} {times['p50']:.3f}" for part, times in other["parts"].items())
+        lines.append(f"torch {other['torch']} as one CUDA graph, GPU ms: {parts}; that is {ratio:.2f} times this bundle's")
+    return Answer(data, Group(table, Text("\n".join(lines))))
+
+
+def _usual_instruction(bundle: Bundle) -> str:
+    """Of the tasks that the bundle was trained for, or else of all that are registered, the instruction of middle length."""
+    known = registry.names(registry.TASKS)
+    served = [suite for suite in bundle.policy.get("trained_for", []) if suite in known] or known
+    told = {task.instruction for suite in served for task in registry.load_tasks(suite)}
+    if not told:
+        raise BadRequest("no suite is installed whose instructions could be used; give --instruction")
+    return sorted(told, key=lambda text: (len(text), text))[len(told) // 2]
 
 
 @app.command(name="bundles")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.bundles import Part, Published
+from vla_eval.engines.bench import Rehearsal
 from vla_eval.engines.bundle import Bundle
 from vla_eval.images import mirror
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, ContractMismatch, Interface, Observation, Request, Vector
@@ -72,6 +73,10 @@ class Gr00tLibero:
     def infer(self, observation: Mapping[str, Any], *, noise: Vector | None = None, seed: int = 0) -> dict[str, NDArray[np.float32]]:
         """As `Gr00tPolicy.infer`: the checkpoint's own keys in, robot units out; no camera is turned and no gripper mapped."""
         return self.model.infer(observation, noise=noise, seed=seed)
+
+    def rehearse(self, words: str) -> Rehearsal:
+        """As `Gr00tPolicy.rehearse`: a full batch of the robot's own requests, for timing."""
+        return self.model.rehearse(words)
 
 
 def load(bundle: str | Path | Bundle | None = None, *, backend: str = "auto", steps: int | None = None, side: int = SIDE) -> Gr00tLibero:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vla_eval.engines.bench import Rehearsal
 from vla_eval.engines.bundle import Bundle, open_bundle
 from vla_eval.types import SEED_LIMIT, ContractMismatch, InvalidObservation, Vector
 
-from ..flow import draw_noise
+from ..flow import Stopwatch, draw_noise
+from .configuration import RELEASED
 from .contract import MERGE, Contract, load
-from .processor import VALUES, Tokens, decode_chunk, encode_state, pack, see, seen_grid
+from .processor import VALUES, Layout, Tokens, decode_chunk, encode_state, pack, see, seen_grid
 from .runtime import Gr00tRuntime, Inputs
 
 
@@ -67,6 +70,32 @@ class Gr00tPolicy:
             state = encode_state(contract, {group.key: observation[f"state.{group.key}"][b, 0] for group in contract.state})
             rows.append((pack(pictures, self._buffer(slot + b)), self._grid, self._tokens.ids(texts[b]), state))
         return rows
+
+    def rehearse(self, words: str, seed: int = 0) -> Rehearsal:
+        """Random pictures and states of the contract's robot under one instruction: a full batch, to be answered again and again."""
+        contract, batch, rng = self.contract, self.runtime.batch, np.random.default_rng(seed)
+        side = contract.pictures.edge or max(contract.pictures.target)
+        seen = {f"video.{camera}": rng.integers(0, 256, (batch, 1, side, side, 3), np.uint8) for camera in contract.cameras}
+        state = {f"state.{group.key}": rng.uniform(0, 0.3, (batch, 1, group.dim)).astype(np.float32) for group in contract.state}
+        observation = {**seen, **state, contract.language_key: words}
+
+        def packed() -> list[Inputs]:
+            starts = self._starts(None, seed, batch)
+            return [Inputs(*row, start) for row, start in zip(self.rows(observation), starts, strict=True)]
+
+        def answer() -> Mapping[str, float]:
+            before, after = Stopwatch(), Stopwatch()
+            with before.stage("pack"):
+                rows = packed()
+            answers = self.runtime(rows)
+            with after.stage("unpack"):
+                decode_chunk(contract, np.stack([answer.chunk for answer in answers]))
+            return {**before.seconds, **answers[0].seconds, **after.seconds}
+
+        rows, steps = packed(), self.runtime.steps
+        about = {"batch": batch, "views": len(contract.cameras), "tokens": rows[0].token_ids.size, "steps": steps}
+        same = self.runtime.layout == Layout.of(asdict(RELEASED)) and about["views"] == 2
+        return Rehearsal(answer, rows, about, {"batch": batch, "steps": steps} if same else None)
 
     def _buffer(self, slot: int) -> NDArray[np.float32]:
         while len(self._patches) <= slot:

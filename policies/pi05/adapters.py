@@ -21,6 +21,7 @@ Layout = Literal["any", "CHW"]
 FLIP = np.array([1, -1, -1, 1, 1, 1, 1] * 2, np.float64)
 JOINTS = np.array([True] * 6 + [False] + [True] * 6 + [False])
 GRIPPERS = ~JOINTS
+SIDE = 256  # pixels of a picture that nobody took; the processor takes any size
 _LINEAR = (0.01844, 0.05800)  # m, the gripper's opening closed and open
 _ARM, _HORN = 0.036, 0.022  # m, of the linkage between motor and finger
 _ANGLE = (0.5476, 1.6296)  # rad, the model's closed and open
@@ -61,6 +62,13 @@ def read(adapter: Adapter, c: Configuration, request: Mapping[str, Any]) -> Seen
     pictures = {camera.name: _picture(key, flat[key], adapter.pictures) for key, camera in cameras.items() if key in flat}
     parts = [_numbers(key, flat[key], count) for key, count in adapter.state_keys.items()]
     return Seen(pictures, adapter.to_model(np.concatenate(parts)), _text(flat["prompt"]))
+
+
+def specimen(adapter: Adapter, c: Configuration, rng: np.random.Generator, words: str) -> dict[str, Any]:
+    """A request with every key that the robot sends: random pictures, and numbers that any of its joints and grippers may have."""
+    shape = (3, SIDE, SIDE) if adapter.pictures == "CHW" else (SIDE, SIDE, 3)
+    pictures = {adapter.camera_key.format(camera.name): rng.integers(0, 256, shape, np.uint8) for camera in c.cameras}
+    return {**pictures, **{key: rng.uniform(0, 0.3, count) for key, count in adapter.state_keys.items()}, "prompt": words}
 
 
 def aloha_state(state: Array) -> Array:

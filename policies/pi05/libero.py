@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vla_eval.engines.bench import Rehearsal
 from vla_eval.engines.bundle import Bundle
 from vla_eval.images import mirror
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, ContractMismatch, Interface, Observation, Request, Vector
@@ -74,6 +75,10 @@ class Pi05Libero:
     def reproduce(self, pixel_file: Path, token_file: Path, start_file: Path, chunk_file: Path) -> tuple[Vector, Vector]:
         """As `Pi05Policy.reproduce`."""
         return self.model.reproduce(pixel_file, token_file, start_file, chunk_file)
+
+    def rehearse(self, words: str) -> Rehearsal:
+        """As `Pi05Policy.rehearse`: a full batch of the robot's own requests, for timing."""
+        return self.model.rehearse(words)
 
 
 def load(

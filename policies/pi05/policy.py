@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.arrays import read_npy
+from vla_eval.engines.bench import Rehearsal
 from vla_eval.engines.bundle import Bundle, open_bundle
 from vla_eval.types import SEED_LIMIT, BadRequest, ContractMismatch, InvalidObservation, Vector
 
-from ..flow import draw_noise
-from .adapters import ADAPTERS, Seen, read
-from .configuration import VIEWS
+from ..flow import Stopwatch, draw_noise
+from .adapters import ADAPTERS, Seen, read, specimen
+from .configuration import RELEASED, VIEWS
 from .contracts import Configuration, Statistics, find_statistics, read_policy, read_statistics
 from .processor import TOKENIZER, Tokens, normalise, pixels, unnormalise
 from .runtime import Inputs, Pi05Runtime
@@ -77,6 +78,30 @@ class Pi05Policy:
         """A normalised chunk [H, 32] in robot units [H, N]; `state` is the request's, adapted."""
         whole = unnormalise(chunk, self.statistics.action)[:, : self.configuration.action_dim]
         return self._adapter.to_robot(whole, state)
+
+    def rehearse(self, words: str, seed: int = 0) -> Rehearsal:
+        """Random pictures and states of the robot under one instruction, a full batch of them, to be answered again and again."""
+        runtime, rng = self.runtime, np.random.default_rng(seed)
+        requests = [specimen(self._adapter, self.configuration, rng, words) for _ in range(runtime.batch)]
+
+        def answer() -> Mapping[str, float]:
+            before, after = Stopwatch(), Stopwatch()
+            with before.stage("pack"):
+                packed = [self.row(request) for request in requests]
+                rows = [Inputs(row.pixels, row.token_ids, self._start(None, seed + i)) for i, row in enumerate(packed)]
+            answers = runtime(rows)
+            with after.stage("unpack"):
+                for row, got in zip(packed, answers, strict=True):
+                    self.actions(got.chunk, row.state)
+            return {**before.seconds, **answers[0].seconds, **after.seconds}
+
+        packed = [self.row(request) for request in requests]
+        rows = [Inputs(row.pixels, row.token_ids, self._start(None, seed + i)) for i, row in enumerate(packed)]
+        views = len(rows[0].pixels)
+        tokens = views * runtime.geometry.vision.tokens_per_view + rows[0].token_ids.size
+        about = {"batch": runtime.batch, "views": views, "tokens": tokens, "steps": runtime.steps}
+        rival = {"batch": runtime.batch, "steps": runtime.steps, "horizon": runtime.horizon}
+        return Rehearsal(answer, rows, about, rival if runtime.geometry == RELEASED and views == 2 else None)
 
     def canonical(self, pixel_file: Path, token_file: Path, start_file: Path) -> Inputs:
         """The tensors of one request as another program left them: float16 [V, 3, side, side], ids in a line, float32 [H, 32].

@@ -574,3 +574,15 @@ def run(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str
     code = cli.main([str(word) for word in words])
     out, err = capfd.readouterr()
     return code, out, " ".join(err.split())
+
+
+@pytest.mark.parametrize(("robot", "views"), [("pi05_libero", 2), ("pi05_droid", 2), ("pi05_aloha", 3)])
+def test_every_robot_answers_requests_made_from_its_contract(tiny: Callable[..., Path], robot: str, views: int) -> None:
+    policy = open_policy(tiny(robot, batch=2), backend="onnxruntime", steps=2)
+    rehearsal = policy.rehearse("pick up the bowl")
+    assert set(rehearsal.answer()) == {"pack", "visual", "prefill", "denoise", "unpack"}
+    seen, text = views * policy.runtime.geometry.vision.tokens_per_view, rehearsal.rows[0].token_ids.size
+    assert rehearsal.about == {"batch": 2, "views": views, "tokens": seen + text, "steps": 2}
+    assert len(rehearsal.rows) == 2
+    assert not np.array_equal(rehearsal.rows[0].pixels, rehearsal.rows[1].pixels)
+    assert rehearsal.rival is None  # no baseline has a tiny network's sizes
