@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from vla_eval.engines.bundle import open_bundle
 from vla_eval.policies.baseline import zero
 from vla_eval.policies.gr00t import libero, recipe
 from vla_eval.policies.gr00t.configuration import read_geometry
+from vla_eval.policies.pi05 import libero as pi05
+from vla_eval.policies.pi05 import recipe as pi05_recipe
+from vla_eval.policies.pi05.configuration import read_geometry as read_pi05_geometry
 from vla_eval.results.folder import open_run
 from vla_eval.results.leaderboard import of_run
 from vla_eval.types import BadRequest
@@ -55,7 +61,7 @@ def never(offer: Callable[[], str]) -> bool:
     raise AssertionError("nobody should be asked")
 
 
-def obtain(folder: Path, suite: str = "libero_10@openpi", **arguments: Any) -> tuple[Path, list[str]]:
+def obtain(folder: Path, suite: str = "libero_10@openpi", policy: str = "gr00t", **arguments: Any) -> tuple[Path, list[str]]:
     said: list[str] = []
 
     @contextlib.contextmanager
@@ -63,7 +69,7 @@ def obtain(folder: Path, suite: str = "libero_10@openpi", **arguments: Any) -> t
         said.append(line)
         yield
 
-    place = bundles.obtain("gr00t", suite, folder=folder, say=said.append, busy=busy, **{"agree": never, **arguments})
+    place = bundles.obtain(policy, suite, folder=folder, say=said.append, busy=busy, **{"agree": never, **arguments})
     return place, said
 
 
@@ -108,14 +114,15 @@ def test_everything_missing_is_said_in_one_sentence_with_both_commands(tmp_path:
     sentence = str(refused.value)
     assert f"{WEIGHTS}/libero_10 (--checkpoint), {TOKENIZER} (--tokenizer)" in sentence
     assert "`vla-eval run --task libero_10 --policy gr00t --yes`" in sentence
-    assert "`vla-eval export --model gr00t --checkpoint DIR --out " in sentence
+    out = tmp_path / "shelf/gr00t-libero_10"
+    assert f"`vla-eval export --model gr00t --checkpoint DIR --tokenizer DIR --embodiment libero_sim --out {out}`" in sentence
     assert not (tmp_path / "shelf").exists()
 
 
 def test_a_pipe_is_never_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundles, "_size_of", lambda part: pytest.fail("the hub was asked"))
     assert cli.main(["run", "--task", "libero_10", "--policy", "gr00t", "--bundles", str(tmp_path), "--out", str(tmp_path / "runs")]) == 2
-    assert "not in the local Hugging Face cache" in capfd.readouterr().err
+    assert "not in the local caches" in capfd.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -123,7 +130,7 @@ def test_a_pipe_is_never_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 def test_half_a_download_is_missing(tmp_path: Path, lost: str) -> None:
     cached(tmp_path / "hub", WEIGHTS, "libero_10", GOLDEN / "checkpoint", but=lost)
     cached(tmp_path / "hub", TOKENIZER, "", GOLDEN / "checkpoint/tokenizer")
-    with pytest.raises(BadRequest, match=f"cache: {WEIGHTS}/libero_10 \\(--checkpoint\\)\\. "):
+    with pytest.raises(BadRequest, match=f"caches: {WEIGHTS}/libero_10 \\(--checkpoint\\)\\. "):
         obtain(tmp_path / "shelf", agree=lambda offer: False)
 
 
@@ -154,9 +161,18 @@ def test_a_yes_downloads_what_is_missing_and_only_that(tmp_path: Path, monkeypat
 
 
 def test_a_download_that_fails_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=rf"{WEIGHTS}/libero_10 cannot be downloaded .* --checkpoint"):
+    with pytest.raises(BadRequest, match=rf"cannot be downloaded: {WEIGHTS}/libero_10 \(.*--checkpoint DIR --tokenizer DIR"):
         obtain(tmp_path / "shelf", agree=lambda offer: True)
     assert not (tmp_path / "shelf").exists()
+
+
+def test_a_network_that_is_not_there_is_one_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client lets its HTTP library's own errors through."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(BadRequest, match=rf"cannot be downloaded: {WEIGHTS}/libero_10 \(.*, {TOKENIZER} \(") as refused:
+        obtain(tmp_path / "shelf", agree=lambda offer: "size unknown: the hub does not answer" in offer())
+    assert "\n" not in str(refused.value)
 
 
 def test_a_checkpoint_of_ones_own_needs_no_cache(tmp_path: Path) -> None:
@@ -255,6 +271,247 @@ def test_the_shelf_is_the_one_given_or_named_or_the_users_own(tmp_path: Path, mo
 def test_a_policy_without_engines_takes_no_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "--task", "toy", "--policy", "zero", "--checkpoint", "x", "--out", str(tmp_path)]) == 2
     assert "policy 'zero' has no engines to make" in capfd.readouterr().err
+
+
+# --- pi0.5, whose statistics and tokenizer lie in buckets
+
+
+PI05 = Path(__file__).parent / "golden/pi05_tiny"
+MIRROR, BUCKETS = "lerobot/pi05_libero_base", "https://storage.googleapis.com"
+STATISTICS = "openpi-assets/checkpoints/pi05_libero/assets/physical-intelligence/libero/norm_stats.json"
+SENTENCEPIECE = "big_vision/paligemma_tokenizer.model"
+SOURCES = {
+    STATISTICS: PI05 / "pi05_libero/checkpoint/assets/physical-intelligence/libero/norm_stats.json",
+    SENTENCEPIECE: PI05 / "paligemma_tokenizer.model",
+}
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The golden checkpoint as LeRobot publishes it, and what is published under the digests of the golden files; caches are empty."""
+    real, checkpoint = pi05.published, tmp_path / "mirror"
+    shutil.copytree(PI05 / "pi05_libero/checkpoint", checkpoint, ignore=shutil.ignore_patterns("assets"))
+
+    def published(suite: str) -> bundles.Published | None:
+        said = real(suite)
+        if said is None:
+            return None
+        weights, *files = said.parts
+        assert isinstance(weights, bundles.Part)
+        parts: list[bundles.Part | bundles.File] = [replace(weights, digests={name: sha256(checkpoint / name) for name in weights.digests})]
+        for file in files:
+            assert isinstance(file, bundles.File)
+            source = SOURCES[file.url.removeprefix(f"{BUCKETS}/")]
+            parts.append(replace(file, bytes=source.stat().st_size, sha256=sha256(source)))
+        return bundles.Published(tuple(parts), said.options)
+
+    monkeypatch.setattr(pi05, "published", published)
+    monkeypatch.setattr(pi05_recipe, "RELEASED", read_pi05_geometry(PI05 / "geometry.json"))
+    monkeypatch.setenv("OPENPI_DATA_HOME", str(tmp_path / "openpi"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return checkpoint
+
+
+def keep(openpi: Path, name: str) -> Path:
+    """A file in openpi's own cache."""
+    (openpi / name).parent.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copy(SOURCES[name], openpi / name))
+
+
+def all_there(tmp_path: Path, mirror: Path) -> Path:
+    for name in SOURCES:
+        keep(tmp_path / "openpi", name)
+    return cached(tmp_path / "hub", MIRROR, "", mirror)
+
+
+def test_pi05_is_exported_once_from_the_local_caches_and_serves_four_suites(mirror: Path, tmp_path: Path) -> None:
+    all_there(tmp_path, mirror)
+    made, said = obtain(tmp_path / "shelf", "libero_goal", "pi05")
+    assert (said[0], said[1][:10]) == (f"checking {MIRROR}", "exporting ")
+    bundle = open_bundle(made)
+    assert bundle.policy["policy_config"] == "pi05_libero"
+    for file, name in (
+        ("assets/physical-intelligence/libero/norm_stats.json", STATISTICS), ("text_tokenizer/paligemma_tokenizer.model", SENTENCEPIECE),
+    ):  # fmt: skip
+        assert (made / file).read_bytes() == SOURCES[name].read_bytes()
+    for suite in bundles.suites(bundle):
+        assert obtain(tmp_path / "shelf", suite, "pi05") == (made, [f"using bundle {made}"])
+    assert len(bundles.suites(bundle)) == 4
+
+
+def test_the_bare_command_plays_pi05(
+    mirror: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `run --task libero_10 --policy pi05`, in the toy's world."""
+    all_there(tmp_path, mirror)
+    golden = pi05.published("libero_10")
+    assert golden is not None
+    monkeypatch.setattr(pi05, "published", lambda suite: bundles.Published(golden.parts, {**golden.options, "suites": (suite,)}))
+    words = ["run", "--task", "toy/0", "--policy", "pi05", "--option", "side=64", "--trials", "1", "--workers", "0", "--json"]
+    assert cli.main([*words, "--bundles", str(tmp_path / "shelf"), "--out", str(tmp_path / "runs")]) == 0
+    out, err = capfd.readouterr()
+    assert "exporting" in err
+    run = open_run(Path(json.loads(out)["folder"]))
+    (made,) = (tmp_path / "shelf").iterdir()
+    assert run.manifest.bundle == open_bundle(made).digest
+    assert run.manifest.engines["action"]["norm_stats_sha256"] == sha256(SOURCES[STATISTICS])
+
+
+def test_the_gated_tokenizer_serves_where_somebody_has_it(mirror: Path, tmp_path: Path) -> None:
+    keep(tmp_path / "openpi", STATISTICS)
+    cached(tmp_path / "hub", MIRROR, "", mirror)
+    (tmp_path / "paligemma").mkdir()
+    shutil.copy(SOURCES[SENTENCEPIECE], tmp_path / "paligemma/tokenizer.model")
+    cached(tmp_path / "hub", "google/paligemma-3b-pt-224", "", tmp_path / "paligemma")
+    obtain(tmp_path / "shelf", policy="pi05")
+
+
+def test_what_pi05_lacks_is_asked_for_by_flag_in_one_sentence(mirror: Path, tmp_path: Path) -> None:
+    out = tmp_path / "shelf/pi05-libero_10"
+    with pytest.raises(BadRequest) as refused:
+        obtain(tmp_path / "shelf", policy="pi05", agree=lambda offer: False)
+    all_three = f"{MIRROR} (--checkpoint), {BUCKETS}/{STATISTICS} (--norm-stats), {BUCKETS}/{SENTENCEPIECE} (--tokenizer). Either"
+    assert all_three in str(refused.value)
+    command = "vla-eval export --model pi05 --checkpoint {} --norm-stats {} --tokenizer {} --policy-config pi05_libero --out {}"
+    assert command.format("DIR", "FILE", "FILE", out) in str(refused.value)
+    here, kept = cached(tmp_path / "hub", MIRROR, "", mirror), keep(tmp_path / "openpi", SENTENCEPIECE)
+    with pytest.raises(BadRequest) as refused:
+        obtain(tmp_path / "shelf", policy="pi05", agree=lambda offer: False)
+    assert f"caches: {BUCKETS}/{STATISTICS} (--norm-stats). Either" in str(refused.value)
+    assert command.format(here, "FILE", kept, out) in str(refused.value)
+    assert not (tmp_path / "shelf").exists()
+
+
+class Web:
+    """Answers requests for the buckets' files, and remembers them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes] = lambda content: content) -> None:
+        self.asked: list[str] = []
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+        def answer(url: str, timeout: float) -> io.BytesIO:
+            self.asked.append(url)
+            return io.BytesIO(change(SOURCES[url.removeprefix(f"{BUCKETS}/")].read_bytes()))
+
+        monkeypatch.setattr("urllib.request.urlopen", answer)
+
+
+def test_a_yes_says_sizes_downloads_the_buckets_files_and_keeps_them(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(tmp_path / "hub", MIRROR, "", mirror)
+    web, offers = Web(monkeypatch), []
+
+    def agree(offer: Callable[[], str]) -> bool:
+        offers.append(offer())
+        return True
+
+    made, said = obtain(tmp_path / "shelf", policy="pi05", agree=agree)
+    sizes = {name: f"{BUCKETS}/{name} ({source.stat().st_size / 1e3:.1f} kB)" for name, source in SOURCES.items()}
+    assert f"Download {sizes[STATISTICS]}, {sizes[SENTENCEPIECE]} and export it there?" in offers[0]
+    assert said[:2] == [f"downloading {sizes[STATISTICS]}", f"downloading {sizes[SENTENCEPIECE]}"]
+    shutil.rmtree(made)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert obtain(tmp_path / "shelf", policy="pi05")[0] == made  # nobody is asked again
+    assert web.asked == [f"{BUCKETS}/{name}" for name in SOURCES]
+
+
+@pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: b + b" ", lambda b: b[:-2] + b"#\n"], ids=["short", "long", "altered"])
+def test_other_bytes_than_the_published_ones_are_not_kept(
+    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[bytes], bytes]
+) -> None:
+    cached(tmp_path / "hub", MIRROR, "", mirror)
+    keep(tmp_path / "openpi", SENTENCEPIECE)
+    Web(monkeypatch, change)
+    with pytest.raises(BadRequest, match=r"cannot be downloaded: .*norm_stats\.json \(what came is not the published file"):
+        obtain(tmp_path / "shelf", policy="pi05", agree=lambda offer: True)
+    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "shelf").exists()
+
+
+def test_nobody_waits_for_the_weights_when_a_small_file_cannot_be_had(
+    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    local = huggingface_hub.snapshot_download
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, local_files_only: local(repo, local_files_only=local_files_only))
+    with pytest.raises(BadRequest) as refused:  # the caches' guard says that there is no network
+        obtain(tmp_path / "shelf", policy="pi05", agree=lambda offer: True)
+    for part in (
+        f"{BUCKETS}/{STATISTICS} (HF_HUB_OFFLINE",
+        f"{BUCKETS}/{SENTENCEPIECE} (HF_HUB_OFFLINE",
+        "--checkpoint DIR --norm-stats FILE",
+    ):
+        assert part in str(refused.value)
+
+
+def test_a_copy_of_other_bytes_is_not_used_and_said(mirror: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    all_there(tmp_path, mirror)
+    copy = tmp_path / "openpi" / STATISTICS
+    copy.write_text(copy.read_text().replace("0", "1", 1))
+    with pytest.raises(BadRequest, match=r"caches: .*norm_stats\.json \(--norm-stats\)\. Either"):
+        obtain(tmp_path / "shelf", policy="pi05", agree=lambda offer: False)
+    assert f"{copy} is not the published file" in caplog.text
+
+
+def test_weights_that_are_not_the_published_ones_are_refused_unless_they_are_meant(mirror: Path, tmp_path: Path) -> None:
+    place = all_there(tmp_path, mirror)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, "precision": "bfloat16"}))
+    with pytest.raises(BadRequest, match=rf"config\.json is not the file that was published .* fetch {MIRROR} again"):
+        obtain(tmp_path / "shelf", policy="pi05")
+    with pytest.raises(BadRequest, match="is not the file that was published"):
+        obtain(tmp_path / "shelf", policy="pi05", checkpoint=MIRROR)  # the published one, by its name
+    assert not (tmp_path / "shelf").exists()
+
+
+def test_published_statistics_are_never_put_beside_another_checkpoint(mirror: Path, tmp_path: Path) -> None:
+    all_there(tmp_path, mirror)
+    with pytest.raises(BadRequest, match=rf"{mirror}/assets holds no norm_stats\.json"):
+        obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(mirror))
+    cached(tmp_path / "hub", "someone/tuned", "", mirror)
+    with pytest.raises(BadRequest, match=r"assets holds no norm_stats\.json"):
+        obtain(tmp_path / "shelf", policy="pi05", checkpoint="someone/tuned")
+
+
+def test_a_checkpoint_of_ones_own_brings_statistics_and_perhaps_a_tokenizer(mirror: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copytree(PI05 / "pi05_libero/checkpoint", tmp_path / "own"))
+    with pytest.raises(BadRequest, match=rf"caches: {BUCKETS}/{SENTENCEPIECE} \(--tokenizer\)\. "):
+        obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own), agree=lambda offer: False)
+    shutil.copy(SOURCES[SENTENCEPIECE], own / "tokenizer.model")
+    first, _ = obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own))
+    assert obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own)) == (first, [f"using bundle {first}, made of {own}"])
+
+
+def test_the_same_weights_with_other_statistics_are_another_bundle(mirror: Path, tmp_path: Path) -> None:
+    """No identity covers statistics, so the bundle remembers what it was made of."""
+    own = Path(shutil.copytree(PI05 / "pi05_libero/checkpoint", tmp_path / "own"))
+    shutil.copy(SOURCES[SENTENCEPIECE], own / "tokenizer.model")
+    first, _ = obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own))
+    (file,) = own.rglob("norm_stats.json")
+    other = json.loads(file.read_text())
+    other["norm_stats"]["actions"]["q99"][0] += 1.0
+    file.write_text(json.dumps(other))
+    second, said = obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own))
+    assert said[-1].startswith("exporting ")
+    assert second != first
+    for bundle, wanted in ((first, SOURCES[STATISTICS]), (second, file)):
+        assert (bundle / "assets/physical-intelligence/libero/norm_stats.json").read_bytes() == wanted.read_bytes()
+
+
+def test_pi05_says_where_it_is_published_and_under_which_digests() -> None:
+    published = registry.load_published("pi05")
+    assert published is not None
+    weights, statistics, tokenizer = published("libero_10").parts
+    assert (weights.repo, weights.digests["model.safetensors"]) == (MIRROR, "21b87117")
+    assert (statistics.url, statistics.bytes) == (f"{BUCKETS}/{STATISTICS}", 1914)
+    assert statistics.sha256 == "b3a44bb2810436fb62917decaea58bd4d9110255df527dea21e8fd40c960bd84"
+    assert (tokenizer.url, tokenizer.bytes) == (f"{BUCKETS}/{SENTENCEPIECE}", 4264023)
+    assert tokenizer.sha256 == "8986bb4f423f07f8c7f70d0dbe3526fb2316056c17bae71b1ea975e77a168fc6"
+    assert published("libero_90") is None
 
 
 def test_gr00t_says_where_it_is_published() -> None:

@@ -101,7 +101,8 @@ def published(suite: str) -> Published | None:
         return None
     weights = Part("checkpoint", "nvidia/GR00T-N1.7-LIBERO", suite, ("*.json", "*.safetensors", "processor/*"), ("config.json",))
     names = ("tokenizer.json", "tokenizer_config.json")
-    tokenizer = Part("tokenizer", "Qwen/Qwen3-VL-2B-Instruct", "", (*names, "chat_template.j*", "preprocessor_config.json"), names)
+    files = (*names, "chat_template.j*", "preprocessor_config.json")
+    tokenizer = Part("tokenizer", "Qwen/Qwen3-VL-2B-Instruct", files=files, needed=names, beside=("tokenizer",))
     return Published((weights, tokenizer), {"embodiment": "libero_sim"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,17 +11,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vla_eval.bundles import File, Part, Published
 from vla_eval.engines.bench import Rehearsal
 from vla_eval.engines.bundle import Bundle
 from vla_eval.images import mirror
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, ContractMismatch, Interface, Observation, Request, Vector
 
 from ..flow import Stopwatch, draw_noise
+from .contracts import CONFIGURATIONS, STATISTICS
 from .policy import Pi05Policy, open_policy
+from .processor import TOKENIZER, TOKENIZER_PLACES
 from .runtime import Inputs
 
 SIDE = 256  # pixels, as openpi's client renders; the processor takes any size
 CAMERAS = {"observation/image": "agentview", "observation/wrist_image": "robot0_eye_in_hand"}  # the request's key -> the environment's
+LIBERO = CONFIGURATIONS["pi05_libero"]
+PUBLISHED_SUITES = LIBERO.trained_for
+# What is published: the mirror's two files by how their SHA-256 begin, openpi's statistics and the tokenizer by all of it.
+WEIGHTS = Part(
+    "checkpoint", "lerobot/pi05_libero_base", files=("*.json", "*.safetensors", "*.model"), needed=("config.json", "model.safetensors"),
+    digests={"config.json": "4d59e79adda2b1467e00f4c76390d95bfe05e9f1eff5f4da08aa493d6fe08651", "model.safetensors": "21b87117"},
+)  # fmt: skip
+_BUCKETS = "https://storage.googleapis.com"
 
 
 class Pi05Libero:
@@ -104,6 +116,27 @@ def load(
     if asset is not None and not isinstance(asset, str):
         raise BadRequest(f"option asset is {asset!r}; it must be the name of a folder below assets/")
     return Pi05Libero(open_policy(bundle, backend=backend, steps=steps, asset=asset), side)
+
+
+def published(suite: str) -> Published | None:
+    """LeRobot's mirror of openpi's LIBERO weights, and what the mirror lacks: openpi's statistics, and the tokenizer that openpi loads."""
+    if suite not in PUBLISHED_SUITES:
+        return None
+    statistics = _in_bucket(
+        "norm_stats", f"openpi-assets/checkpoints/{LIBERO.name}/assets/{LIBERO.asset_id}/{STATISTICS}", 1_914,
+        "b3a44bb2810436fb62917decaea58bd4d9110255df527dea21e8fd40c960bd84", of_checkpoint=True, beside=(f"assets/**/{STATISTICS}",),
+    )  # fmt: skip
+    tokenizer = _in_bucket(
+        "tokenizer", f"big_vision/{TOKENIZER}", 4_264_023, "8986bb4f423f07f8c7f70d0dbe3526fb2316056c17bae71b1ea975e77a168fc6",
+        hub=("google/paligemma-3b-pt-224", "tokenizer.model"), beside=TOKENIZER_PLACES,
+    )  # fmt: skip
+    return Published((WEIGHTS, statistics, tokenizer), {"policy_config": LIBERO.name})
+
+
+def _in_bucket(option: str, name: str, size: int, sha256: str, **more: Any) -> File:
+    """A file of one of openpi's buckets; openpi keeps its own copies under the same name."""
+    kept = Path(os.environ.get("OPENPI_DATA_HOME", "~/.cache/openpi")).expanduser() / name
+    return File(option, f"{_BUCKETS}/{name}", size, sha256, copies=(kept,), **more)
 
 
 def to_robot(observation: Observation) -> dict[str, Any]:

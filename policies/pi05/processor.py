@@ -17,6 +17,8 @@ from vla_eval.types import BadRequest, Image, InvalidObservation, Vector
 from .contracts import BINS, PROMPT_TOKENS, Range
 
 TOKENIZER = "paligemma_tokenizer.model"
+TOKENIZER_NAMES = (TOKENIZER, "tokenizer.model")  # openpi's and the model hub's name for the same file
+TOKENIZER_PLACES = tuple(f"{folder}{name}" for folder in ("", "text_tokenizer/") for name in TOKENIZER_NAMES)  # in a checkpoint
 _EPSILON = 1e-6  # part of openpi's formula, not a guard: with equal quantiles it decides the result
 _LIMIT = 64 << 20  # bytes of a tokenizer file; PaliGemma's has 4 MB
 _EDGES = np.linspace(-1, 1, BINS + 1)[:-1]

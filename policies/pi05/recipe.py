@@ -37,13 +37,12 @@ from .configuration import (
     read_geometry,
 )  # fmt: skip
 from .contracts import STATISTICS, Configuration, choose, find_statistics, policy_json, read_statistics
-from .processor import TOKENIZER, Tokens, rotary, schedule
+from .processor import TOKENIZER, TOKENIZER_NAMES, TOKENIZER_PLACES, Tokens, rotary, schedule
 from .runtime import STEPS
 
 COMPONENTS = ("visual", "prefix", "action", "cond")
 TUNED_TEXT = 24  # tokens of a prompt that engines are tuned for: instructions of LIBERO have 8 to 40
 MOST_STEPS = 64
-TOKENIZER_NAMES = (TOKENIZER, "tokenizer.model")  # openpi's and the model hub's name for the same file
 
 _log = logging.getLogger(__name__)
 
@@ -224,8 +223,7 @@ def _tokenizer(checkpoint: Path, given: Path | None) -> Path:
     """The tokenizer's file. Raises BadRequest where it was looked for in vain."""
     if given is not None:
         return Path(given)
-    places = [checkpoint / folder / name for folder in ("", "text_tokenizer") for name in TOKENIZER_NAMES]
-    for place in places:
+    for place in (checkpoint / name for name in TOKENIZER_PLACES):
         if place.is_file():
             return place
     raise BadRequest(

@@ -91,7 +91,7 @@ class Component:
             raise BadRequest(f"{path} is missing; export the component again: --components {self.name}")
         if strange := impostor(path):
             raise ContractMismatch(f"{path} is {strange}; copy the bundle again, or export the component again")
-        if path.stat().st_size != said["bytes"] or _sha256(path) != said["sha256"]:
+        if path.stat().st_size != said["bytes"] or file_digest(path) != said["sha256"]:
             raise ContractMismatch(
                 f"{path} is not the file that was exported (its SHA-256 differs); copy the bundle again or export it again"
             )
@@ -169,7 +169,7 @@ def findings(bundle: Bundle) -> list[str]:
 def uncovered(bundle: Bundle) -> dict[str, str]:
     """Files that no identity covers, such as the tokenizer and statistics staged after the export: name -> SHA-256."""
     files = (file for folder in SHARED for file in sorted((bundle.path / folder).rglob("*")) if file.is_file())
-    return {str(file.relative_to(bundle.path)): _sha256(file) for file in files}
+    return {str(file.relative_to(bundle.path)): file_digest(file) for file in files}
 
 
 def impostor(path: Path) -> str | None:
@@ -233,7 +233,7 @@ class Stage:
         """Every artifact of the component is written: note their digests in its `config.json`."""
         files = sorted((self.folder / component).iterdir())
         artifacts = {
-            file.name: {"sha256": _sha256(file), "bytes": file.stat().st_size}
+            file.name: {"sha256": file_digest(file), "bytes": file.stat().st_size}
             for file in files
             if f"{component}/{file.name}" not in self.local
         }
@@ -364,7 +364,8 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
