@@ -78,10 +78,6 @@ def _chunk(truth: Privileged, hand: Hand, fingers: Vector, memory: Memory) -> tu
     """[HORIZON, 7] actions, planned against the predicted hand."""
     moves, spent, lag, notes = list(memory.moves), memory.spent, memory.lag, memory.notes
     origin = memory.origin
-    if moves and moves[0].until is not None:
-        joint, sign, value = moves[0].until
-        if sign * truth["joints"][joint][0] > sign * value:
-            moves, spent, origin = moves[1:], 0, hand.pos
     if "base" not in notes:  # an episode starts with the arm at home, so the hand tells where the base stands
         notes = {**notes, "base": (hand.pos - arm.forward(arm.HOME[None])[0][0]).tolist()}
     actions = []

@@ -5,7 +5,10 @@ Hand axes: x across the fingers, y along their slide, z out of the palm. The gri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 from scipy.spatial.transform import Rotation
@@ -71,20 +74,33 @@ def from_aside(azimuths: Vector, tilts: Vector) -> list[tuple[Rotation, float]]:
     return hands
 
 
-def search(body: Vector, around: Vector, ground: float, hands: list[tuple[Rotation, float]], slack: float = 0.004) -> list[Grasp]:
-    """Grasps of `body` (filled points [N, 3]) amid `around` (others' points), best first. `hands`: orientations and what each costs."""
-    found: list[Grasp] = []
+def search(body: Vector, around: Vector, ground: float, hands: list[tuple[Rotation, float]], slack: float = 0.004) -> Iterator[Grasp]:
+    """Grasps of `body` (filled points [N, 3]) amid `around` (others' points), best first. `hands`: orientations and what each costs.
+
+    A candidate is tried only when its turn comes, so that whoever wants a few pays for a few.
+    """
     middle = (body.min(0) + body.max(0)) / 2
     reach = np.linalg.norm(body - middle, axis=1).max() + BACK
     around = thinned(around[np.linalg.norm(around - middle, axis=1) < reach], 0.006)
+    queue: list[tuple[float, int, _View | Grasp, Vector, float]] = []  # a view's candidate becomes a grasp if there is room
     for rot, dear in hands:
-        points, walls = rot.inv().apply(body - middle), rot.inv().apply(around - middle) if len(around) else np.zeros((0, 3))
-        floor = rot.inv().apply(UP), ground - middle[2]
-        found += [Grasp(rot.apply(pos) + middle, rot, cost + dear, width) for pos, cost, width in _slices(points, walls, floor, slack)]
-    return sorted(found, key=lambda grasp: grasp.cost)
+        floor = rot.inv().apply(UP), float(ground - middle[2])
+        view = _View(rot, rot.inv().apply(body - middle), rot.inv().apply(around - middle), floor, slack)
+        queue += [(cost + dear, len(queue) + i, view, pos, width) for i, (cost, pos, width) in enumerate(_slices(view.body))]
+    heapq.heapify(queue)
+    order = len(queue)
+    while queue:
+        cost, _, found, pos, width = heapq.heappop(queue)
+        if isinstance(found, Grasp):
+            yield found
+        elif found.grasps < FOUND and (shift := found.room(pos, width)) is not None:
+            found.grasps += 1
+            cost, order = cost + 0.2 * abs(shift), order + 1
+            grasp = Grasp(found.rot.apply(pos + np.array([0.0, shift, 0.0])) + middle, found.rot, cost, width)
+            heapq.heappush(queue, (cost, order, grasp, pos, width))
 
 
-def distinct(grasps: list[Grasp], count: int) -> list[Grasp]:
+def distinct(grasps: Iterable[Grasp], count: int) -> list[Grasp]:
     """The best grasp, then the best that is really another one, and so on."""
     kept: list[Grasp] = []
     for grasp in grasps:
@@ -97,7 +113,8 @@ def distinct(grasps: list[Grasp], count: int) -> list[Grasp]:
 
 def hits(pos: Vector, rot: Rotation, walls: Vector, width: float, slack: float = 0.003) -> int:
     """How many points of `walls` lie inside a hand at `pos` whose pads are `width` apart."""
-    near = rot.inv().apply(walls[np.linalg.norm(walls - pos, axis=1) < BACK] - pos)
+    off = walls - pos
+    near = off[np.einsum("ni,ni->n", off, off) < BACK**2] @ rot.as_matrix()
     x, y, z = np.abs(near[:, 0]), np.abs(near[:, 1]), near[:, 2]
     fingers = (x < FINGER + slack) & (y < width / 2 + THICK + slack) & (z < TIP) & (z >= -PALM)
     palm = (x < HAND[0] + slack) & (y < HAND[1] + slack) & (z < -PALM + slack) & (z > -NECK)
@@ -112,9 +129,8 @@ def lowest(rot: Rotation) -> float:
     return float(min(rot.apply(palm)[:, 2].min(), rot.apply([0, 0, TIP])[2], wrist, 0.0))
 
 
-def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> list[tuple[Vector, float, float]]:
-    """Candidates for one orientation, in the hand's axes: slab by slab across the fingers, level by level along the approach."""
-    wanted: list[tuple[float, float, Vector]] = []
+def _slices(points: Vector) -> Iterator[tuple[float, Vector, float]]:
+    """Cost, position and width of candidates, in the hand's axes: slab by slab across the fingers, level by level along the approach."""
     low, high = points.min(0), points.max(0)
     centre = points.mean(0)
     for x in np.unique(np.append(np.arange(low[0] + 0.004, high[0] - 0.003, 0.008), (low[0] + high[0]) / 2)):
@@ -131,20 +147,48 @@ def _slices(points: Vector, walls: Vector, floor: tuple[Vector, float], slack: f
                 if width < OPENING - 0.008:
                     inside = band[(band[:, 1] >= left - 1e-6) & (band[:, 1] <= right + 1e-6)]
                     pos = np.array([x, (left + right) / 2, z])
-                    wanted.append((_cost(pos, inside, width, centre, first), width, pos))
-    found: list[tuple[Vector, float, float]] = []
-    for cost, width, pos in sorted(wanted, key=lambda candidate: candidate[0]):
+                    yield _cost(pos, inside, width, centre, first), pos, width
+
+
+@dataclass(slots=True)
+class _View:
+    """The thing and its surroundings as one orientation of the hand sees them: points [N, 3] in the hand's axes."""
+
+    rot: Rotation
+    body: Vector
+    walls: Vector
+    floor: tuple[Vector, float]  # which way is up, and how high the ground is
+    slack: float
+    grasps: int = 0  # found so far
+    columns: dict[float, _Column] = field(default_factory=dict)  # by x
+
+    def room(self, pos: Vector, width: float) -> float | None:
+        """How far the open hand must be shifted along its slide to fit around what is `width` wide at `pos`; None if it fits nowhere."""
+        if pos[0] not in self.columns:
+            self.columns[pos[0]] = _Column.at(pos[0], self.body, self.walls, self.slack)
         spare = (OPENING - width) / 2 - 0.004
-        swath = points[np.abs(points[:, 0] - pos[0]) < FINGER]
-        nearby = walls[np.abs(walls[:, 0] - pos[0]) < FINGER + slack]
-        for shift in (0.0, spare / 2, -spare / 2, spare, -spare):
-            aside = pos + np.array([0.0, shift, 0.0])
-            if not _blocked(aside, swath, points, nearby, walls, floor, slack):
-                found.append((aside, cost + 0.2 * abs(shift), width))
-                break
-        if len(found) == FOUND:
-            break
-    return found
+        shifts = np.array([0.0, spare / 2, -spare / 2, spare, -spare])
+        free = ~_blocked(pos + shifts[:, None] * [0.0, 1.0, 0.0], self.columns[pos[0]], self.floor, self.slack)
+        return float(shifts[free.argmax()]) if free.any() else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What a hand at some x can hit wherever it is along its other axes. Points are [N, 3], of which x is relative to the hand."""
+
+    own: Vector  # of the thing, beside a finger
+    near: Vector  # of its neighbours, beside a finger
+    above: Vector  # of both, beside the palm and the wrist
+
+    @classmethod
+    def at(cls, x: float, body: Vector, walls: Vector, slack: float) -> Self:
+        body, walls = body - [x, 0.0, 0.0], walls - [x, 0.0, 0.0]
+        every = np.concatenate([body, walls])
+        return cls(
+            body[np.abs(body[:, 0]) < FINGER],
+            walls[np.abs(walls[:, 0]) < FINGER + slack],
+            every[np.abs(every[:, 0]) < max(HAND[0], WRIST)],
+        )
 
 
 def _clusters(y: Vector) -> list[tuple[float, float]]:
@@ -152,28 +196,25 @@ def _clusters(y: Vector) -> list[tuple[float, float]]:
     return [(float(part[0]), float(part[-1])) for part in np.split(y, gaps + 1)]
 
 
-def _blocked(pos: Vector, swath: Vector, body: Vector, nearby: Vector, walls: Vector, floor: tuple[Vector, float], slack: float) -> bool:
-    """Whether the open hand at `pos` would hit the thing itself, its neighbours or the ground."""
+def _blocked(pos: Vector, column: _Column, floor: tuple[Vector, float], slack: float) -> Vector:
+    """[K] whether the open hand at each `pos` [K, 3] would hit the thing itself, its neighbours or the ground; only their y differ."""
     up, height = floor
-    tip, palm, wrist = (pos + depth * UP for depth in (TIP, -PALM, -NECK))
-    if tip @ up < height + 0.002:
-        return True
-    if (palm @ up) - np.abs(up[:2]) @ HAND < height or (wrist @ up) - WRIST * np.linalg.norm(up[:2]) < height:
-        return True
-    for points, extra in ((swath, 0.0), (nearby, slack)):
-        if len(points):
-            off = np.abs(points[:, 1] - pos[1])
-            depth = points[:, 2] - pos[2]
-            if ((off > OPENING / 2 - 0.001 - extra) & (off < OPENING / 2 + THICK + extra) & (depth < TIP + extra) & (depth > -PALM)).any():
-                return True
-    for points in (body, walls):
-        if len(points):
-            off = points - pos
-            off = off[(off[:, 2] < -PALM) & (off[:, 2] > -BACK)]
-            palm = (np.abs(off[:, 0]) < HAND[0]) & (np.abs(off[:, 1]) < HAND[1]) & (off[:, 2] > -NECK)
-            if (palm | ((off[:, 0] ** 2 + off[:, 1] ** 2 < WRIST**2) & (off[:, 2] <= -NECK))).any():
-                return True
-    return False
+    rise, z, y = pos @ up, pos[0, 2], pos[:, 1, None]
+    blocked: Vector = rise + TIP * up[2] < height + 0.002
+    blocked |= rise - PALM * up[2] - np.abs(up[:2]) @ HAND < height
+    blocked |= rise - NECK * up[2] - WRIST * np.linalg.norm(up[:2]) < height
+    if blocked.all():
+        return blocked
+    for points, extra in ((column.own, 0.0), (column.near, slack)):
+        depth = points[:, 2] - z
+        off = np.abs(points[(depth < TIP + extra) & (depth > -PALM), 1] - y)
+        blocked |= ((off > OPENING / 2 - 0.001 - extra) & (off < OPENING / 2 + THICK + extra)).any(1)
+    depth = column.above[:, 2] - z
+    palm = column.above[(depth < -PALM) & (depth > -NECK) & (np.abs(column.above[:, 0]) < HAND[0])]
+    blocked |= (np.abs(palm[:, 1] - y) < HAND[1]).any(1)
+    wrist = column.above[(depth <= -NECK) & (depth > -BACK)]
+    blocked |= (wrist[:, 0] ** 2 + (wrist[:, 1] - y) ** 2 < WRIST**2).any(1)
+    return blocked
 
 
 def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: float) -> float:
@@ -181,8 +222,7 @@ def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: floa
     depth = pos[2] - first
     across = float(np.ptp(inside[:, 0])) if len(inside) else 0.0
     along = float(np.ptp(inside[:, 2])) if len(inside) else 0.0
-    slant = max(_slant(inside, pos[0], side, 0) for side in (1, -1))
-    lean = max(_slant(inside, pos[2] - 0.004, side, 2) for side in (1, -1))
+    slant, lean = _slant(inside, pos[0], 0), _slant(inside, pos[2] - 0.004, 2)
     return float(
         abs(pos[0] - centre[0])
         + 0.08 * max(0.0, slant - 0.3)
@@ -195,9 +235,9 @@ def _cost(pos: Vector, inside: Vector, width: float, centre: Vector, first: floa
     )
 
 
-def _slant(inside: Vector, at: float, side: int, axis: int) -> float:
-    """How much the surface under one pad turns away from it: the fingers would slip along."""
+def _slant(inside: Vector, at: float, axis: int) -> float:
+    """How much the surface under either pad turns away from it: the fingers would slip along."""
     before, after = inside[inside[:, axis] < at - 0.003, 1], inside[inside[:, axis] > at + 0.003, 1]
     if not len(before) or not len(after):
         return 1.0
-    return float(abs((side * before).max() - (side * after).max()) / PAD)
+    return float(max(abs(before.max() - after.max()), abs(before.min() - after.min())) / PAD)

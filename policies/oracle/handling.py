@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from scipy.spatial.transform import Rotation
@@ -24,6 +26,7 @@ GRIP_STEPS = 10  # the fingers need eight from open to closed
 LIFT = 0.10
 UNREACHED = 5.0  # what a missing metre of reach weighs against a metre of anything else
 STOWS = 24  # poses at the goal are enough
+PAIRS = 40  # of a grasp and such a pose, whose reach is then looked at
 GAP = 0.006  # m above where a thing would rest: it is let go there
 WAYS = np.array([[0.0, 0, -1], [1, 0, 0], [0, 1, 0], [0, -1, 0], [-1, 0, 0]])  # into a place: from above, else level
 
@@ -74,23 +77,30 @@ def pick(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Move]
 
 
 def paired(
-    grasps: list[Grasp], stows: list[Stow], pos: Vector, rot: Rotation, walls: Vector, base: Vector
+    grasps: Iterable[Grasp], stows: list[Stow], pos: Vector, rot: Rotation, walls: Vector, base: Vector
 ) -> list[tuple[float, Grasp, Stow]]:
     """Good grasps with the poses at the goal that suit them, cheapest first. `pos`, `rot`: where the thing is now."""
-    options = []
+    options: list[tuple[float, Grasp, Stow]] = []
     if not stows:
         return []
     near_thing = thinned(walls[np.linalg.norm(walls - pos, axis=1) < 0.45])
     near_goal = thinned(walls[np.linalg.norm(walls - np.mean([stow.pos for stow in stows], axis=0), axis=1) < 0.45])
+    possible = []
     for grasp in distinct(grasps, 16):
         approach = grasp.rot.apply([0, 0, 1])
         cost = grasp.cost + 0.01 * sum(hits(grasp.pos - back * approach, grasp.rot, near_thing, OPENING) for back in (0.06, 0.12, 0.18))
-        for stow in stows:
-            end, hand = carried(grasp, stow, pos, rot)
-            touched = min(hits(end + rise * UP, hand, near_goal, OPENING) + 20 * rise for rise in (0.0, stow.spare))
-            on_the_way = sum(hits(end - back * stow.way + 0.01 * UP, hand, near_goal, grasp.width) for back in (0.06, 0.12))
-            options.append((cost + stow.cost + 0.01 * (touched + on_the_way), grasp, stow))
-    options = sorted(options, key=lambda option: option[0])[:40]
+        possible += [(cost + stow.cost, grasp, stow) for stow in stows]
+    for cost, grasp, stow in sorted(possible, key=lambda option: option[0]):
+        dearest = options[-1][0] if len(options) == PAIRS else np.inf
+        if cost > dearest:  # and so are all that follow
+            break
+        end, hand = carried(grasp, stow, pos, rot)
+        cost += 0.01 * min(hits(end + rise * UP, hand, near_goal, OPENING) + 20 * rise for rise in {0.0, stow.spare})
+        if cost > dearest:
+            continue
+        cost += 0.01 * sum(hits(end - back * stow.way + 0.01 * UP, hand, near_goal, grasp.width) for back in (0.06, 0.12))
+        bisect.insort(options, (cost, grasp, stow), key=lambda option: option[0])
+        del options[PAIRS:]
     if not options:
         return []
     ends = [carried(grasp, stow, pos, rot) for _, grasp, stow in options]
@@ -119,32 +129,33 @@ def goal_poses(scene: Scene, goal: Goal, rot: Rotation, walls: Vector) -> list[S
     spots = _spots(centre, half, sharing.index(goal), len(sharing))
     turns = _turns(rot.apply(own))
     top = np.inf if goal[0] == "on" else centre[2] + half[2] - 0.015  # where the origin may be let go
-    found = _lowered(own, rot, spots, turns, walls, scene.ground, top)
+    tops = Tops.of(walls)
+    found = _lowered(own, rot, spots, turns, tops, scene.ground, top)
     if not found:  # look everywhere in the region
         shares = np.array([0, 0.2, -0.2, 0.4, -0.4, 0.6, -0.6])
-        found = _lowered(own, rot, [centre[:2] + half[:2] * [x, y] for x in shares for y in shares], turns[:1], walls, scene.ground, top)
+        found = _lowered(own, rot, [centre[:2] + half[:2] * [x, y] for x in shares for y in shares], turns[:1], tops, scene.ground, top)
     if not found and top_between(walls, centre, centre, 0.03) < centre[2] + half[2]:  # no roof: drop it from above
-        found = _lowered(own, rot, spots, turns, walls, scene.ground, np.inf)
+        found = _lowered(own, rot, spots, turns, tops, scene.ground, np.inf)
     if not found:
-        below = walls[walls[:, 2] < centre[2]]
+        filled, below = _boxes(walls), Tops.of(walls[walls[:, 2] < centre[2]])
         for turn in turns:
             turned = Rotation.from_euler("z", turn) * rot
             for way in WAYS[1:]:
                 for depth in (0.0, float(np.abs(way[:2]) @ half[:2]) - 0.025):  # the middle, or just inside: there the hand stays out
                     spot = spots[0] - max(depth, 0.0) * way[:2]
                     posed = turned.apply(own) + np.append(spot, 0.0)
-                    found.append(_inserted(posed, spot, turned, way, walls, below, scene.ground, 0.01 * abs(turn) + 0.2 * depth))
+                    found.append(_inserted(posed, spot, turned, way, filled, below, scene.ground, 0.01 * abs(turn) + 0.2 * depth))
     found.sort(key=lambda stow: stow.cost)
     return [stow for stow in found[:STOWS] if stow.cost < found[0].cost + 0.3]
 
 
-def _lowered(own: Vector, rot: Rotation, spots: list[Vector], turns: list[float], walls: Vector, ground: float, top: float) -> list[Stow]:
+def _lowered(own: Vector, rot: Rotation, spots: list[Vector], turns: list[float], tops: Tops, ground: float, top: float) -> list[Stow]:
     """From above, onto what it touches first, where that leaves its origin below `top`; the first spot is the dearest to the goal."""
     found = []
     for spot in spots:
         for turn in turns:
             turned = Rotation.from_euler("z", turn) * rot
-            rest = rest_height(turned.apply(own) + np.append(spot, 0.0), walls, ground)
+            rest = rest_height(turned.apply(own) + np.append(spot, 0.0), tops, ground)
             if rest < top:
                 cost = 0.01 * abs(turn) + 0.3 * float(np.linalg.norm(spot - spots[0])) + 2.0 * rest
                 spare = 0.03 if np.isinf(top) else float(np.clip(top - rest - GAP, 0.0, 0.10))
@@ -174,39 +185,51 @@ def _spots(centre: Vector, half: Vector, index: int, count: int) -> list[Vector]
     return [centre[:2] + share * side * half[:2] * line for share in (0.5, 0.4, 0.3, 0.2, 0.0)]
 
 
-def _inserted(posed: Vector, spot: Vector, rot: Rotation, way: Vector, walls: Vector, below: Vector, ground: float, cost: float) -> Stow:
+def _inserted(posed: Vector, spot: Vector, rot: Rotation, way: Vector, filled: Vector, below: Tops, ground: float, cost: float) -> Stow:
     """Under a roof: rest on what lies `below` the region's middle, come in level along `way`."""
     rest = rest_height(posed, below, ground)
     body = np.concatenate([thinned(posed) + (rest + GAP + 0.004) * UP - step * way for step in np.arange(0.0, 0.32, 0.03)])
-    return Stow(np.append(spot, rest + GAP), rot, way, 0.0, cost + 0.02 + 0.002 * _overlap(body, walls))
+    shared = np.isin(_boxes(body), filled).sum()
+    return Stow(np.append(spot, rest + GAP), rot, way, 0.0, cost + 0.02 + 0.002 * float(shared))
 
 
-def _overlap(body: Vector, walls: Vector, cell: float = 0.008) -> int:
-    """How many cells both fill."""
-
-    def cells(points: Vector) -> Vector:
-        keys = np.floor(points / cell).astype(np.int64) + 4096
-        return np.unique((keys[:, 0] << 26) | (keys[:, 1] << 13) | keys[:, 2])
-
-    return int(np.isin(cells(body), cells(walls)).sum())
+def _boxes(points: Vector, cell: float = 0.008) -> Vector:
+    """The numbers of the cells of space that have points."""
+    keys = np.floor(points / cell).astype(np.int64) + 4096
+    return np.unique((keys[:, 0] << 26) | (keys[:, 1] << 13) | keys[:, 2])
 
 
-def rest_height(posed: Vector, walls: Vector, ground: float) -> float:
+def rest_height(posed: Vector, tops: Tops, ground: float) -> float:
     """How high the origin stands when the thing, moved straight down, first touches something. `posed`: its points, origin at height 0."""
-    under_cells, under = _height_map(posed * [1, 1, -1])
-    wall_cells, tops = _height_map(walls)
-    shared, mine, theirs = np.intersect1d(under_cells, wall_cells, assume_unique=True, return_indices=True)
-    height = ground - float(posed[:, 2].min())
-    return max(height, float((tops[theirs] + under[mine]).max())) if len(shared) else height
+    return float(max((tops.under(posed) - posed[:, 2]).max(), ground - posed[:, 2].min()))
 
 
-def _height_map(points: Vector) -> tuple[Vector, Vector]:
-    """The cells that the points cover, seen from above, and the highest point of each."""
-    keys = np.round(points[:, :2] / CELL).astype(np.int64) + 4096
-    cells, inverse = np.unique((keys[:, 0] << 13) | keys[:, 1], return_inverse=True)
-    tops = np.full(len(cells), -np.inf)
-    np.maximum.at(tops, inverse, points[:, 2])
-    return cells, tops
+@dataclass(frozen=True, slots=True)
+class Tops:
+    """How high points reach, cell by cell of a grid seen from above."""
+
+    corner: Vector  # [2] the first cell's number along x and y
+    heights: Vector  # [W, D] m, -inf where no point is
+
+    @classmethod
+    def of(cls, points: Vector) -> Self:
+        cells = _cells(points)
+        corner = cells.min(0) if len(cells) else np.zeros(2, np.int64)
+        heights = np.full(np.ptp(cells, axis=0) + 1 if len(cells) else (0, 0), -np.inf)
+        np.maximum.at(heights, tuple((cells - corner).T), points[:, 2])
+        return cls(corner, heights)
+
+    def under(self, points: Vector) -> Vector:
+        """[N] the height at each of `points` [N, 3]."""
+        cells = _cells(points) - self.corner
+        known = ((cells >= 0) & (cells < self.heights.shape)).all(1)
+        found = np.full(len(points), -np.inf)
+        found[known] = self.heights[tuple(cells[known].T)]
+        return found
+
+
+def _cells(points: Vector) -> Vector:
+    return np.asarray(np.round(points[:, :2] / CELL).astype(np.int64))
 
 
 def reach(hand: Hand, grasp: Grasp, walls: Vector) -> list[Move]:

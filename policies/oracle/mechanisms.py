@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from scipy.spatial.transform import Rotation
 
@@ -152,7 +154,7 @@ class Joint:
         return points[out], points[~out]
 
 
-def _reachable(grasps: list[Grasp], joint: Joint, goal: float, base: Vector) -> list[Grasp]:
+def _reachable(grasps: Iterable[Grasp], joint: Joint, goal: float, base: Vector) -> list[Grasp]:
     """The best few grasps, the arm's reach at both ends of the motion counted in."""
     some = distinct(grasps, 16)
     if not some:

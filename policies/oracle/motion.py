@@ -26,7 +26,7 @@ OPEN, CLOSE = -1.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bring the hand somewhere; over when it is there, when `until` holds or when `at_most` steps have passed."""
+    """Bring the hand somewhere; over when it is there or when `at_most` steps have passed."""
 
     pos: Vector  # [3] m
     rot: Vector  # [4] x y z w of the hand: z points out of the palm, y along the fingers' slide
@@ -36,7 +36,6 @@ class Move:
     turn_tol: float = 0.12  # rad
     at_least: int = 0  # steps: time for the fingers
     at_most: int = 0  # steps; 0: as the way's length suggests
-    until: tuple[str, float, float] | None = None  # joint, sign, value: over when sign * q > sign * value
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,7 @@ class Memory:
     notes: dict[str, Any] = field(default_factory=dict)  # the planner's: plain data
 
     def pack(self) -> bytes:
-        moves = [
-            [*m.pos.tolist(), *m.rot.tolist(), m.grip, m.speed, m.tol, m.turn_tol, m.at_least, m.at_most, list(m.until or ())]
-            for m in self.moves
-        ]
+        moves = [[*m.pos.tolist(), *m.rot.tolist(), m.grip, m.speed, m.tol, m.turn_tol, m.at_least, m.at_most] for m in self.moves]
         arrays = [self.origin.tolist(), self.expected.tolist(), self.velocity.tolist(), self.lag.tolist()]
         return bytes(msgpack.packb([moves, self.spent, *arrays, self.notes]))
 
@@ -76,9 +72,7 @@ class Memory:
 
 
 def _move(numbers: list[Any]) -> Move:
-    grip, speed, tol, turn_tol, at_least, at_most, until = numbers[7:]
-    pos, rot = np.array(numbers[:3]), np.array(numbers[3:7])
-    return Move(pos, rot, grip, speed, tol, turn_tol, at_least, at_most, tuple(until) or None)
+    return Move(np.array(numbers[:3]), np.array(numbers[3:7]), *numbers[7:])
 
 
 @dataclass(slots=True)
