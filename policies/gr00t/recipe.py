@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from vla_eval.arrays import write_npz
 from vla_eval.engines.bundle import Bundle, Identity, Stage, open_bundle, staged
 from vla_eval.engines.draw import draw
-from vla_eval.engines.graph import NUMPY, PRECISIONS, Dim, Graph, axis
+from vla_eval.engines.graph import NUMPY, PRECISIONS, Axis, Dim, Graph, axis
 from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
 
 from ..components import position_ids
 from . import network
-from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, not_needed, read_architecture, read_geometry
+from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, geometry_from, not_needed, read_architecture, read_geometry
 from .contract import MERGE, Contract, from_checkpoint, parse
 from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
 from .tables import action_time_bias, adanorm_modulation, buckets
@@ -98,7 +98,7 @@ def recipe(
     with staged(out, Identity("gr00t", "direct" if direct else "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
         for component in (name for name in COMPONENTS if name in components):
             _log.info("exporting %s", component)
-            drawn = draw(stage, component, graph_of(component, a, slot, sizes, stored))
+            drawn = draw(stage, component, stored, graph_from, geometry=options["geometry"], slot=slot, sizes=asdict(sizes))
             extra: dict[str, Any] = {}
             if component == "vl_backbone":
                 _write(stage, component, "embed_tokens", dtype, table.shape, table.pieces())
@@ -116,6 +116,14 @@ def recipe(
         stage.copy(folder, "tokenizer")
         write_npz(stage.shared(SELFTEST), _selftest(a, contract, tokens, table, stored.weights, batch, (rows, columns), min(steps)))
     return open_bundle(out)
+
+
+def graph_from(
+    stored: Checkpoint, component: str, *, geometry: Mapping[str, Any], slot: int, sizes: Mapping[str, Any]
+) -> Callable[[Graph], None]:
+    """The function that draws a component, from what another process can be told: geometry and fields of `Sizes` as plain JSON."""
+    lengths: dict[str, Any] = {name: Axis(*n) if isinstance(n, list | tuple) else n for name, n in sizes.items()}
+    return graph_of(component, read_architecture(stored, geometry_from(geometry)), slot, Sizes(**lengths), stored)
 
 
 def graph_of(component: str, a: Architecture, slot: int, sizes: Sizes, stored: Checkpoint) -> Callable[[Graph], None]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +15,9 @@ import numpy as np
 from vla_eval.arrays import write_npz
 from vla_eval.engines.bundle import Bundle, Identity, open_bundle, staged
 from vla_eval.engines.draw import draw
-from vla_eval.engines.graph import NUMPY, PRECISIONS, Dim, Graph, axis
+from vla_eval.engines.graph import NUMPY, PRECISIONS, Axis, Dim, Graph, axis
 from vla_eval.engines.verify import SELFTEST
-from vla_eval.engines.weights import FLOAT16_LIMIT, Tensor, Weights, open_checkpoint, token_table, write_tensors
+from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
 
 from ..components import position_ids
@@ -31,6 +31,7 @@ from .configuration import (
     VIEWS,
     Geometry,
     check_architecture,
+    geometry_from,
     not_needed,
     plain,
     read_config,
@@ -124,7 +125,7 @@ def recipe(
     with staged(out, Identity("pi05", "direct" if direct else "onnx", stored.fingerprint, options), policy) as stage:
         for component in (name for name in wanted if name in chosen):
             _log.info("exporting %s", component)
-            drawn = draw(stage, component, graph_of(component, g, sizes, stored.weights))
+            drawn = draw(stage, component, stored, graph_from, geometry=options["geometry"], sizes=asdict(sizes))
             extra: dict[str, Any] = {}
             if component == "prefix":
                 entry = (NUMPY[PRECISIONS[dtype]], table.shape, table.pieces())
@@ -147,6 +148,12 @@ def recipe(
             shutil.copyfile(file, target)
         write_npz(stage.shared(SELFTEST), _selftest(g, sizes, configuration, tokens, table))
     return open_bundle(out)
+
+
+def graph_from(stored: Checkpoint, component: str, *, geometry: Mapping[str, Any], sizes: Mapping[str, Any]) -> Callable[[Graph], None]:
+    """The function that draws a component, from what another process can be told: geometry and fields of `Sizes` as plain JSON."""
+    lengths: dict[str, Any] = {name: Axis(*n) if isinstance(n, list | tuple) else n for name, n in sizes.items()}
+    return graph_of(component, geometry_from(geometry), Sizes(**lengths), stored.weights)
 
 
 def graph_of(component: str, g: Geometry, sizes: Sizes, w: Weights) -> Callable[[Graph], None]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from .trt_pen import TYPES, TrtPen
 _log = logging.getLogger(__name__)
 ANY_CARD = "any"  # in a plan's name: built where no GPU was, for every card that the flavour knows
 NOT_INSPECTED = "not inspected"
+REFUSED = 2  # exit code of a process that builds and says in one sentence why it did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class Built:
     seconds: float
     bytes: int
     new: bool  # False: an up-to-date plan was there
+    weights: int  # bytes, as the graph keeps them
+    peak: int  # bytes of memory that the process which built it has held at once
 
 
 def build(bundle: Bundle, components: Sequence[str] = (), *, force: bool = False) -> list[Built]:
@@ -45,7 +49,19 @@ def build(bundle: Bundle, components: Sequence[str] = (), *, force: bool = False
     chosen = [bundle.component(name) for name in components or bundle.components]
     if bundle.frontend != "onnx":
         raise BadRequest(f"{bundle.path} was built directly and has no ONNX graph; build it again with vla-eval build --direct --model …")
-    return [_in_a_process(bundle, component.name, force) for component in chosen]
+    found = []
+    for component in chosen:
+        words = [str(bundle.path), component.name, *(["--force"] if force else [])]
+        found.append(standing(component, new=in_a_process(str(component.folder), "vla_eval.engines.trt_build", *words)["new"]))
+    return found
+
+
+def standing(component: Component, *, new: bool) -> Built:
+    """The plan of a component for this machine, which is there, as its record tells of it."""
+    path = plan_file(component, card_here())
+    said = record_of(path)
+    seconds, peak = float(said.get("seconds", 0.0)), int(said.get("peak_bytes", 0))
+    return Built(component.name, path, seconds, path.stat().st_size, new, int(said.get("weights_bytes", 0)), peak)
 
 
 def plan_file(component: Component, sm: str) -> Path:
@@ -58,7 +74,7 @@ def build_component(component: Component, *, force: bool = False) -> Built:
     sm = card_here()
     path = plan_file(component, sm)
     if not force and path.is_file() and record_of(path).get("source") == _source(component):
-        return Built(component.name, path, 0.0, path.stat().st_size, new=False)
+        return standing(component, new=False)
     if (data := f"{component.name}.onnx.data") in component.config["artifacts"]:
         component.file(data)
     graph = component.file(f"{component.name}.onnx")
@@ -69,24 +85,29 @@ def build_component(component: Component, *, force: bool = False) -> Built:
         errors = "; ".join(parser.get_error(i).desc() for i in range(parser.num_errors))
         raise VlaEvalError(f"{graph}: TensorRT cannot read it ({errors or trt.complaint()}); export the component again")
     plan, said = serialize(builder, network, component.config, str(component.folder), timing_file(path))
-    return write_plan(path, plan, {**said, "source": _source(component)}, component.name, component.config, sm, began)
+    del parser, network, builder
+    weights = sum(told["bytes"] for file, told in component.config["artifacts"].items() if ".onnx" in file)
+    said |= {"source": _source(component), "weights_bytes": weights}
+    return write_plan(path, plan, said, component.name, component.config, sm, began)
 
 
 def build_drawn(
-    folder: Path, name: str, dtype: str, draw: Callable[[Graph], None], config: Callable[[TrtPen], Mapping[str, Any]]
-) -> tuple[TrtPen, Built]:
-    """One plan from a function that draws, with no ONNX in between, written into `folder`.
+    folder: Path, name: str, draw: Callable[[Graph], None], options: Mapping[str, Any], stamp: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Built]:
+    """One plan from a function that draws, with no ONNX in between, written into `folder`, and what its `config.json` will say.
 
-    `config` makes of the drawn graph what the component's `config.json` will say; the network is held against it like any other.
+    The network is held against that like any other. `options` and `stamp` are the export's.
     """
     sm, began = card_here(), time.perf_counter()
     builder, network = new_network()
-    pen = TrtPen(network, PRECISIONS[dtype])  # keeps the numbers of its weights alive until we return
+    pen = TrtPen(network, PRECISIONS[str(options["dtype"])])  # keeps the numbers of its weights alive until the plan is there
     draw(pen)
-    said = config(pen)
+    said = config_of(pen, options, stamp)
     plan, about = serialize(builder, network, said, str(folder))
-    path = folder / f"{name}.{trt.door().short}-{sm}-b{said['options']['batch']}.engine"
-    return pen, write_plan(path, plan, {**about, "source": "drawn"}, name, said, sm, began)
+    about |= {"source": "drawn", "weights_bytes": pen.weights_bytes}
+    del pen, network, builder
+    path = folder / f"{name}.{trt.door().short}-{sm}-b{options['batch']}.engine"
+    return said, write_plan(path, plan, about, name, said, sm, began)
 
 
 def new_network() -> tuple[Any, Any]:
@@ -165,17 +186,17 @@ def write_plan(
 ) -> Built:  # fmt: skip
     """The plan and its record, each under a temporary name first. The plan is inspected where it can be loaded, unless it was."""
     flavour, view = trt.door(), memoryview(plan)
+    inspection = inspection or (NOT_INSPECTED if sm == ANY_CARD else _inspect(view))
     record = {
         "component": component, "export_id": config["export_id"], "frontend": config["frontend"], "flavour": flavour.name,
         "version": flavour.version, "sm": sm, "batch": config["options"]["batch"], "dtype": config["options"]["dtype"],
         "optimization_profile": config["optimization_profile"], "sha256": hashlib.sha256(view).hexdigest(), "bytes": view.nbytes,
-        "seconds": round(time.perf_counter() - began, 3), **said,
-        "inspection": inspection or (NOT_INSPECTED if sm == ANY_CARD else _inspect(view)),
+        "seconds": round(time.perf_counter() - began, 3), **said, "peak_bytes": peak_memory(), "inspection": inspection,
     }  # fmt: skip
     replace_file(path, view)
     replace_file(record_file(path), json.dumps(record, indent=1).encode() + b"\n")
     cache_file(path).unlink(missing_ok=True)  # it was of the plan before
-    return Built(component, path, record["seconds"], view.nbytes, new=True)
+    return Built(component, path, record["seconds"], view.nbytes, True, record.get("weights_bytes", 0), record["peak_bytes"])
 
 
 def record_file(plan: Path) -> Path:
@@ -257,16 +278,33 @@ def _source(component: Component) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
-def _in_a_process(bundle: Bundle, component: str, force: bool) -> Built:
-    command = [sys.executable, "-m", "vla_eval.engines.trt_build", str(bundle.path), component, *(["--force"] if force else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def in_a_process(where: str, module: str, *words: str, given: str = "") -> dict[str, Any]:
+    """What `python -m MODULE WORDS`, which reads `given`, answers in its last line: JSON.
+
+    Raises VlaEvalError with the sentence that it refuses with, or saying that it was killed while it built `where`.
+    """
+    done = subprocess.run([sys.executable, "-m", module, *words], input=given, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        raise VlaEvalError(f"{where}: the build was killed by signal {-done.returncode} (out of memory?); the old plan stays")
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"])[-1]
-        if done.returncode < 0:
-            told = f"{bundle.path / component}: the build was killed by signal {-done.returncode} (out of memory?); the old plan stays"
-        raise VlaEvalError(told)
-    said = json.loads(done.stdout.splitlines()[-1])
-    return Built(component, Path(said["plan"]), said["seconds"], said["bytes"], said["new"])
+        told = done.stderr.strip().splitlines() or [f"the process ended with code {done.returncode}"]
+        if done.returncode != REFUSED:
+            raise RuntimeError(f"building {where} failed:\n{done.stderr.strip()}")
+        raise VlaEvalError(told[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def peak_memory() -> int:
+    """Bytes that this process has held at most, since it became this program."""
+    try:
+        lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:  # getrusage would count what the parent held when it forked
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def replace_file(path: Path, data: bytes | memoryview) -> None:
@@ -291,9 +329,8 @@ def _main(bundle: str, component: str, *flags: str) -> int:
         built = build_component(open_bundle(bundle).component(component), force="--force" in flags)
     except VlaEvalError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
-    said = {"plan": str(built.plan), "seconds": built.seconds, "bytes": built.bytes, "new": built.new}
-    sys.stdout.write(json.dumps(said) + "\n")
+        return REFUSED
+    sys.stdout.write(json.dumps({"new": built.new}) + "\n")
     return 0
 
 

@@ -29,6 +29,11 @@ class TrtPen:
         self._kept: list[Vector] = []
         self._known: dict[object, Value] = {}  # constants and weights that were drawn before
 
+    @property
+    def weights_bytes(self) -> int:
+        """Of the numbers that it keeps."""
+        return sum(array.nbytes for array in self._kept)
+
     # edges
 
     def input(self, name: str, dtype: DType, shape: Shape) -> Value:

@@ -116,6 +116,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     fingerprint: str  # SHA-256 over names, headers and windows of every tensor: sensitive near those windows only
     seen: set[str] = field(repr=False)
+    prefixes: tuple[str, ...] = ()  # that it was opened with
 
     @property
     def weights(self) -> Weights:
@@ -152,7 +153,7 @@ def open_checkpoint(path: str | os.PathLike[str], prefixes: Sequence[str] = ()) 
             if tensor.name in tensors:
                 raise BadRequest(f"{folder}: {tensor.name!r} stands in {tensors[tensor.name].file.name} and in {file.name}; remove one")
             tensors[tensor.name] = tensor
-    return Checkpoint(folder, _without_prefix(folder, tensors, prefixes), digest.hexdigest(), seen)
+    return Checkpoint(folder, _without_prefix(folder, tensors, prefixes), digest.hexdigest(), seen, tuple(prefixes))
 
 
 def token_table(checkpoint: Checkpoint, *names: str) -> Tensor:
