@@ -33,6 +33,7 @@ from .types import BadRequest, EpisodeRecord, Policy, Task, VlaEvalError
 
 if TYPE_CHECKING:
     from .engines.bundle import Bundle
+    from .engines.trt_build import Built
     from .results.folder import RunFolder
     from .results.report import Report
     from .run.loop import Run
@@ -466,11 +467,17 @@ def export(*words: Passed, model: str | None = None) -> Answer:
     return _export(words, model, "export")
 
 
-def _export(words: Sequence[str], model: str, command: str) -> Answer:
+def _export(words: Sequence[str], model: str, command: str, components: Sequence[str] = ()) -> Answer:
     made = _call_with(registry.load_recipe(model), f"vla-eval {command} --model {model}", words)
     if isinstance(made, str):
         return Answer({"help": made}, Text(made))
     data = {"bundle": str(made.path), "export_id": made.export_id, "digest": made.digest, "components": sorted(made.components)}
+    if made.frontend == "direct":
+        from .engines.trt_build import standing
+
+        built = [standing(component, new=True) for name, component in made.components.items() if name in (components or made.components)]
+        table, told = _plans(str(made.path), built)
+        return Answer({**data, "plans": told}, table)
     return Answer(data, Text(f"{made.path}: {', '.join(sorted(made.components))}, export {made.export_id}"))
 
 
@@ -492,7 +499,8 @@ def build(*words: Passed, components: str | None = None, force: bool = False, di
             return _no_model("build --direct", words, registry.RECIPES)
         if force:
             raise BadRequest("--force: a direct build always builds; leave it out")
-        return _export([*words, "--direct", *(["--components", components] if components else [])], model, "build --direct")
+        chosen = ["--components", components] if components else []
+        return _export([*words, "--direct", *chosen], model, "build --direct", components.split(",") if components else ())
     if {"--help", "-h"} & set(words):
         console = Console(record=True, file=StringIO(), width=120)
         app.help_print(["build"], console=console)
@@ -506,11 +514,17 @@ def build(*words: Passed, components: str | None = None, force: bool = False, di
     from .engines.bundle import open_bundle
 
     built = trt_build.build(open_bundle(words[0]), components.split(",") if components else (), force=force)
-    table = Table("component", "plan", "size", "seconds", title=words[0], title_justify="left")
-    for one in built:
-        table.add_row(one.component, one.plan.name, f"{one.bytes / 1e6:.1f} MB", f"{one.seconds:.1f}" if one.new else "was there")
-    told = [{**asdict(one), "plan": str(one.plan)} for one in built]
+    table, told = _plans(words[0], built)
     return Answer({"bundle": words[0], "plans": told}, table)
+
+
+def _plans(bundle: str, built: Sequence[Built]) -> tuple[Table, list[dict[str, Any]]]:
+    """What was built, for a person and as JSON: a row a component."""
+    table = Table("component", "plan", "size", "seconds", "weights", "peak memory", title=bundle, title_justify="left")
+    for one in built:
+        size, weights, peak = (f"{count / 1e6:.1f} MB" for count in (one.bytes, one.weights, one.peak))
+        table.add_row(one.component, one.plan.name, size, f"{one.seconds:.1f}" if one.new else "was there", weights, peak)
+    return table, [{**asdict(one), "plan": str(one.plan)} for one in built]
 
 
 @app.command(help_flags=[])
