@@ -145,7 +145,7 @@ def resume(
 ) -> Run:
     """A folder's run once more: what is missing or ended in an error. Numbers that are None are the run's.
 
-    Raises BadRequest, naming the difference, when protocol, policy, bundle, seed, simulator versions or schema are not the run's.
+    Raises BadRequest, naming the difference, when protocol, policy, bundle, engines, seed, simulator versions or schema are not the run's.
     """
     kept = folder if isinstance(folder, RunFolder) else folders.open_run(folder)
     old = kept.manifest

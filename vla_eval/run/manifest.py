@@ -132,7 +132,10 @@ def differences(before: Any, now: Any, where: str = "") -> list[str]:
 
 def changed(manifest: RunManifest, now: RunManifest) -> list[str]:
     """What of a run is no longer as it was, the revision apart: any of it would make two runs of one."""
-    names = ("schema", "suite", "policy", "privileged", "bundle", "trials", "seed", "batch", "replan", "options", "protocol", "versions")
+    names = (
+        "schema", "suite", "policy", "privileged", "bundle", "engines", "trials", "seed", "batch", "replan", "options", "protocol",
+        "versions",
+    )  # fmt: skip
     before, after = asdict(manifest), asdict(now)
     kept = {name: before[name] for name in names}
     new = {name: after[name] for name in names}

@@ -533,6 +533,25 @@ def test_episodes_of_the_toy_are_played_and_recorded(tiny: Tiny, tmp_path: Path,
     assert (record.outcome, record.steps, record.chunks) == ("failure", 40, 4)  # of 10 actions each
 
 
+def test_a_run_is_not_gone_on_with_under_other_statistics(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are no part of the bundle's identity, but they are of the run's."""
+    bundle = edited(tiny, tmp_path, lambda bundle: None)
+    (file,) = bundle.rglob("norm_stats.json")
+    words = ["--task", "toy/0", "--policy", "pi05", "--bundle", str(bundle), "--option", "side=64", "--trials", "1", "--workers", "0"]
+    code, out, err = run(capfd, "run", *words, "--out", tmp_path / "runs", "--json")
+    assert code == 0, err
+    folder = Path(json.loads(out)["folder"])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    statistics = file.read_text()
+    file.write_text(statistics + " ")
+    code, _, err = run(capfd, "run", "--resume", folder, "--bundle", bundle)
+    assert code == 2
+    assert "it would no longer be one run: engines.action.norm_stats_sha256: '" in err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    file.write_text(statistics)
+    assert run(capfd, "run", "--resume", folder, "--bundle", bundle)[0] == 0
+
+
 def test_a_run_is_the_same_alone_and_side_by_side(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two workers whose requests share batches, against one episode after another through the same engines of batch two."""
     folders = []
