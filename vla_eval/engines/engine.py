@@ -57,10 +57,9 @@ def load_engines(components: Iterable[Component], backend: str = "auto") -> dict
     components = list(components)
     if chosen(components, backend) == "tensorrt":
         from .card import Card
-        from .trt_run import TrtEngine
+        from .trt_run import load_plans
 
-        card = Card()
-        return {component.name: TrtEngine(component, card) for component in components}
+        return {**load_plans(components, Card())}
     from .ort import OrtEngine
 
     return {component.name: OrtEngine(component) for component in components}

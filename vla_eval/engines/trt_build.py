@@ -186,12 +186,15 @@ def write_plan(
 ) -> Built:  # fmt: skip
     """The plan and its record, each under a temporary name first. The plan is inspected where it can be loaded, unless it was."""
     flavour, view = trt.door(), memoryview(plan)
-    inspection = inspection or (NOT_INSPECTED if sm == ANY_CARD else _inspect(view))
+    scratch: int | None = None
+    if inspection is None:
+        inspection, scratch = (NOT_INSPECTED, None) if sm == ANY_CARD else _inspect(view)
     record = {
         "component": component, "export_id": config["export_id"], "frontend": config["frontend"], "flavour": flavour.name,
         "version": flavour.version, "sm": sm, "batch": config["options"]["batch"], "dtype": config["options"]["dtype"],
         "optimization_profile": config["optimization_profile"], "sha256": hashlib.sha256(view).hexdigest(), "bytes": view.nbytes,
-        "seconds": round(time.perf_counter() - began, 3), **said, "peak_bytes": peak_memory(), "inspection": inspection,
+        "seconds": round(time.perf_counter() - began, 3), **said, "peak_bytes": peak_memory(),
+        **({} if scratch is None else {"scratch_bytes": scratch}), "inspection": inspection,
     }  # fmt: skip
     replace_file(path, view)
     replace_file(record_file(path), json.dumps(record, indent=1).encode() + b"\n")
@@ -257,18 +260,19 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], ...]]
     return {name: tuple(tuple(profile[end][name]) for end in ENDS) for name in open_ends}
 
 
-def _inspect(plan: memoryview) -> Any:
-    """The inspector's report of a plan, where this machine can load it."""
+def _inspect(plan: memoryview) -> tuple[Any, int | None]:
+    """The inspector's report of a plan and the bytes of scratch memory that one request takes, where this machine can load it."""
     api = trt.door().api
     engine = api.Runtime(trt.logger()).deserialize_cuda_engine(plan)
     if engine is None:
-        return f"{NOT_INSPECTED}: {trt.complaint()}"
+        return f"{NOT_INSPECTED}: {trt.complaint()}", None
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(api.LayerInformationFormat.JSON)
+    scratch = int(engine.device_memory_size_v2)
     try:
-        return json.loads(text)
+        return json.loads(text), scratch
     except ValueError:
-        return text
+        return text, scratch
 
 
 def _source(component: Component) -> str:

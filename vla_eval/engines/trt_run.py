@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -15,6 +16,7 @@ from . import trt
 from .bundle import Component, digest_of, impostor
 from .card import Buffer, Card
 from .engine import Tensor, check_inputs
+from .graph import NUMPY
 from .trt_build import ANY_CARD, cache_file, plan_file, record_of, replace_file
 
 _log = logging.getLogger(__name__)
@@ -36,11 +38,6 @@ class TrtEngine:
         flavour = trt.door()
         self.plan = find_plan(component, self.card.sm)
         data = checked_plan(component, self.plan)
-        if len(data) > (left := self.card.free_bytes()):
-            raise VlaEvalError(
-                f"{self.plan} needs {len(data) / 1e9:.2f} GB for its weights, {self.card.name} has {left / 1e9:.2f} GB left; "
-                "end what else uses the card, or build in half precision"
-            )
         self._runtime = flavour.api.Runtime(trt.logger())
         self._engine = self._runtime.deserialize_cuda_engine(data)
         if self._engine is None:
@@ -115,6 +112,44 @@ class TrtEngine:
             raise ContractMismatch(
                 f"{self.plan}: {name!r} is {found.get(name)} in the plan, {said.get(name)} in config.json; {rebuild(self.component)}"
             )
+
+
+def load_plans(components: Sequence[Component], card: Card) -> dict[str, TrtEngine]:
+    """Every component's plan on the card, with room for a request of the largest shape made sure before the first is loaded.
+
+    Raises as TrtEngine does, and VlaEvalError, saying what needs how much, where the card has too little left.
+    """
+    plans = {component.name: find_plan(component, card.sm) for component in components}
+    files = [told for component in components for name, told in component.config["artifacts"].items() if name.endswith(".safetensors")]
+    needs = {
+        "plans": sum(plan.stat().st_size for plan in plans.values()), "tables": sum(int(told["bytes"]) for told in files),
+        "scratch": sum(int(record_of(plan).get("scratch_bytes", 0)) for plan in plans.values()), "tensors": tensor_bytes(components),
+    }  # fmt: skip
+    _check_room(components, card, needs)
+    loaded = {component.name: TrtEngine(component, card) for component in components}
+    scratch = sum(plan.device_bytes() for plan in loaded.values())
+    if scratch > needs["scratch"]:  # a plan that was built where no card could say how much it wants
+        _check_room(components, card, {**needs, "plans": 0, "scratch": scratch})
+    return loaded
+
+
+def tensor_bytes(components: Sequence[Component]) -> int:
+    """What the inputs and outputs of a request of the largest shape take; an output that feeds another component is there once."""
+    specs = {spec.name: spec for component in components for spec in (*component.inputs, *component.outputs)}
+    lengths = {name: [n if isinstance(n, int) else n[2] for n in spec.shape] for name, spec in specs.items()}
+    sizes = [math.prod(lengths[name]) * np.dtype(NUMPY[spec.dtype]).itemsize for name, spec in specs.items()]  # type: ignore[index]
+    return sum(sizes)
+
+
+def _check_room(components: Sequence[Component], card: Card, needs: Mapping[str, int]) -> None:
+    where, wanted, left = components[0].folder.parent, sum(needs.values()), card.free_bytes()
+    told = ", ".join(f"{what} {size / 1e9:.3f}" for what, size in needs.items() if size)
+    _log.info("%s takes %.2f GB (%s), %s has %.2f GB left", where, wanted / 1e9, told, card.name, left / 1e9)
+    if wanted > left:
+        raise VlaEvalError(
+            f"{where} takes {wanted / 1e9:.3f} GB ({told}), {card.name} has {left / 1e9:.3f} GB left; end what else uses the card, or "
+            "export again in half precision or with a smaller --batch or --max-text"
+        )
 
 
 class Bound:

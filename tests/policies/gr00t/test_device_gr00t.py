@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 
 from vla_eval.engines.bundle import Bundle, open_bundle
+from vla_eval.engines.engine import load_engines
+from vla_eval.engines.trt_build import plan_file, record_file, record_of
 from vla_eval.policies.gr00t.policy import Gr00tPolicy, open_policy
 from vla_eval.types import VlaEvalError
 
@@ -131,6 +135,37 @@ def test_a_full_card_is_a_sentence(own: Callable[..., Bundle], emulated: Card) -
     card.room = 100_000
     with pytest.raises(VlaEvalError, match=r"Emulated has .* GB left"):
         chunk(open_policy(bundle), 0)
+
+
+@pytest.mark.parametrize("inspected", [True, False], ids=["scratch is on record", "scratch is known once loaded"])
+def test_room_for_plans_tables_scratch_and_buffers_is_made_sure_before_a_request(
+    own: Callable[..., Bundle], emulated: Card, inspected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    card, plans = emulated
+    bundle = own(dtype="fp16", batch=2)
+    plans(bundle)
+    tensors, files = dict[str, int](), list[Path]()
+    for component in bundle.components.values():
+        plan = plan_file(component, "sm90")
+        if inspected:
+            record_file(plan).write_text(json.dumps({**record_of(plan), "scratch_bytes": 1 << 20}))
+        files += [plan, *component.folder.glob("*.safetensors")]
+        for side in ("inputs", "outputs"):
+            for name, said in component.config["tensor_contract"][side].items():
+                longest = [n if isinstance(n, int) else n["max"] for n in said["axes"]]
+                tensors[name] = math.prod(longest) * np.dtype(said["dtype"]).itemsize
+    needed = sum(file.stat().st_size for file in files) + 3 * (1 << 20) + sum(tensors.values())
+    components = list(bundle.components.values())
+
+    card.room = needed - 1 if inspected else needed - sum(file.stat().st_size for file in files if file.suffix == ".engine") - 1
+    with pytest.raises(VlaEvalError, match=r"takes .* GB \(.*tables .*, tensors .*\), Emulated has .* GB left; end what else uses"):
+        load_engines(components, "tensorrt")
+    gc.collect()
+    assert card.used() == 0
+    card.room = needed
+    with caplog.at_level(logging.INFO):
+        assert set(load_engines(components, "tensorrt")) == set(bundle.components)
+    assert any("GB left" in record.message for record in caplog.records)
 
 
 def test_a_component_that_overflows_is_named_at_load(own: Callable[..., Bundle], emulated: Card) -> None:
