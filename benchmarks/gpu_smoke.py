@@ -1,8 +1,9 @@
 """The TensorRT runtime on a GPU, as one command: tiny bundles by both routes against ONNX Runtime, replays, shapes, leaks; then full size.
 
-    python benchmarks/gpu_smoke.py [--full] [--work DIR]
+    python benchmarks/gpu_smoke.py [--full] [--only tf32] [--work DIR]
 
-Every part runs even where an earlier one failed; a table of all parts comes last, and `smoke.json` into $OUT.
+Every part runs even where an earlier one failed; a table of all parts comes last, and `smoke.json` into $OUT. `--only tf32` holds
+single float32 layers, built with the TF32 switch off and on, against float64, and against what operands of ten bits would give.
 """
 
 from __future__ import annotations
@@ -96,6 +97,67 @@ def kernels_against_numpy() -> dict[str, Any]:
     card.close()
     assert all(same.values()), same
     return {"card": card.name, "sm": card.sm, **same}
+
+
+def tf32() -> dict[str, Any]:
+    """Largest error of single float32 layers, of their largest number: with the switch off and on, and of products of ten-bit operands."""
+    from vla_eval.engines import trt
+    from vla_eval.engines.card import Card
+    from vla_eval.engines.trt_build import new_network
+
+    api, card, rng, found = trt.door().api, Card(), np.random.default_rng(0), dict[str, Any]()
+
+    def ten_bits(x: np.ndarray) -> np.ndarray:
+        bits = x.view(np.uint32)
+        return ((bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)).view(np.float32)
+
+    def product(network: Any, x: Any, w: Any) -> Any:
+        return network.add_matrix_multiply(x, api.MatrixOperation.NONE, w, api.MatrixOperation.NONE)
+
+    def softmax(network: Any, x: Any, w: Any) -> Any:
+        layer = network.add_softmax(x)
+        layer.axes = 2
+        return layer
+
+    def exact_softmax(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+        e = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
+        return e / e.sum(1, keepdims=True)
+
+    def silu(network: Any, x: Any, w: Any) -> Any:
+        sigmoid = network.add_activation(x, api.ActivationType.SIGMOID).get_output(0)
+        return network.add_elementwise(x, sigmoid, api.ElementWiseOperation.PROD)
+
+    layers = {
+        "product": (product, lambda x, w: x.astype(np.float64) @ w.astype(np.float64)), "softmax": (softmax, exact_softmax),
+        "silu": (silu, lambda x, w: x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))),
+    }  # fmt: skip
+    for name, (layer, truth) in layers.items():
+        for rows, inner, columns in ((64, 64, 64), (147, 2048, 512)):
+            x, w = rng.standard_normal((rows, inner), np.float32), rng.standard_normal((inner, columns), np.float32)
+            wanted = truth(x, w)
+            row: dict[str, Any] = {}
+            for flag in (False, True):
+                builder, network = new_network()
+                ends = [network.add_input(end, api.DataType.FLOAT, value.shape) for end, value in (("x", x), ("w", w))]
+                out = layer(network, *ends).get_output(0)
+                out.name = "y"
+                network.mark_output(out)
+                settings = builder.create_builder_config()
+                (settings.set_flag if flag else settings.clear_flag)(api.BuilderFlag.TF32)
+                plan = builder.build_serialized_network(network, settings)
+                assert plan is not None, trt.complaint()
+                engine = api.Runtime(trt.logger()).deserialize_cuda_engine(plan)
+                context, y = engine.create_execution_context(), card.empty(wanted.shape, "float32")
+                for end, buffer in (("x", card.load(x)), ("w", card.load(w)), ("y", y)):
+                    context.set_tensor_address(end, buffer.pointer)
+                assert context.execute_async_v3(card.stream), trt.complaint()
+                row["on" if flag else "off"] = float(np.abs(y.to_host() - wanted).max() / np.abs(wanted).max())
+            if name == "product":
+                short = ten_bits(x).astype(np.float64) @ ten_bits(w).astype(np.float64)
+                row["ten bits"] = float(np.abs(short - wanted).max() / np.abs(wanted).max())
+                row["float32"] = float(np.abs(x @ w - wanted).max() / np.abs(wanted).max())
+            found[f"{name} {rows}x{inner}x{columns}"] = row
+    return found
 
 
 def tiny(work: Path, dtype: str, *, direct: bool = False, batch: int = 1) -> Bundle:
@@ -241,11 +303,15 @@ def full(work: Path, requests: int) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
+    parser.add_argument("--only", choices=["tf32"])
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--work", type=Path, default=None)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     work = arguments.work or Path(tempfile.mkdtemp())
+    part("tf32", tf32)
+    if arguments.only:
+        return 0 if PARTS[0]["ok"] else 1
     part("kernels", kernels_against_numpy)
     reference = None
 
