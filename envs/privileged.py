@@ -20,7 +20,7 @@ POINTS_PER_PIECE = 48  # at most: a convex piece is said by its extreme points i
 def read(problem: Any) -> Privileged:
     """The truth of this moment. `problem` is LIBERO's BDDL problem (a robosuite environment) after a reset."""
     model, data = problem.sim.model._model, problem.sim.data._data
-    body_of, parents, shapes = _anatomy(model, tuple((str(name), int(body)) for name, body in problem.obj_body_id.items()))
+    body_of, parents, shapes, extents = _anatomy(model, tuple((str(name), int(body)) for name, body in problem.obj_body_id.items()))
     parents, holders = dict(parents), {body: name for name, body in body_of.items()}
     regions: dict[str, Vector] = {}
     for name in problem.object_sites_dict:
@@ -38,15 +38,20 @@ def read(problem: Any) -> Privileged:
         poses={name: np.concatenate([data.xpos[body], data.xquat[body][[1, 2, 3, 0]]]) for name, body in body_of.items()},
         joints={name: _joint(model, data, body) for name, body in body_of.items() if _articulated(model, body)},
         regions=regions,
-        extents={name: _half_sizes(points) for name, points in shapes.items()},
+        extents=dict(extents),
         shapes=dict(shapes),
         parents=parents,
     )
 
 
 @lru_cache(maxsize=2)  # what a compiled model cannot change; a hard reset compiles another
-def _anatomy(model: mujoco.MjModel, roots: tuple[tuple[str, int], ...]) -> tuple[dict[str, int], dict[str, str], dict[str, Vector]]:
-    """Bodies by name (objects, fixtures, their moving parts), what each part belongs to, and each one's shape."""
+def _anatomy(
+    model: mujoco.MjModel, roots: tuple[tuple[str, int], ...]
+) -> tuple[dict[str, int], dict[str, str], dict[str, Vector], dict[str, Vector]]:
+    """Bodies by name (objects, fixtures, their moving parts), what each part belongs to, each one's shape and half-sizes.
+
+    The arrays are read-only: every observation of an episode has the same ones.
+    """
     body_of, parents = dict(roots), dict[str, str]()
     for owner, root in roots:
         for body in range(model.nbody):
@@ -54,7 +59,11 @@ def _anatomy(model: mujoco.MjModel, roots: tuple[tuple[str, int], ...]) -> tuple
                 part = str(model.body(body).name)
                 body_of[part], parents[part] = body, owner
     named = frozenset(body_of.values())
-    return body_of, parents, {name: _shape(model, body, named) for name, body in body_of.items()}
+    shapes = {name: _shape(model, body, named) for name, body in body_of.items()}
+    extents = {name: _half_sizes(points) for name, points in shapes.items()}
+    for array in (*shapes.values(), *extents.values()):
+        array.flags.writeable = False
+    return body_of, parents, shapes, extents
 
 
 def _articulated(model: mujoco.MjModel, body: int) -> bool:

@@ -9,6 +9,7 @@ import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -17,7 +18,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla_eval.run.wire import MAGIC, Connection, WireError, chunk_from, interface_from, pack, request_from, shallow, unpack
+from vla_eval.run.wire import (
+    MAGIC,
+    Connection,
+    Known,
+    WireError,
+    chunk_from,
+    interface_from,
+    known_by,
+    pack,
+    request_from,
+    request_map,
+    shallow,
+    unpack,
+)
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, Interface, Observation, Request
 
 
@@ -135,7 +149,7 @@ def test_nouns_cross_the_wire_unchanged() -> None:
         ),
         seed=2**32 - 1, task="t@p/0", trial=3, step=8, memory=b"\x00\xff",
     )  # fmt: skip
-    back = request_from(unpack(pack({"kind": "x", "r": shallow(request)})[12:])["r"])
+    back = request_from(unpack(pack({"kind": "x", "r": request_map(request, {})})[12:])["r"], {})
     assert (back.seed, back.task, back.trial, back.step, back.memory) == (2**32 - 1, "t@p/0", 3, 8, b"\x00\xff")
     assert back.observation["state"]["eef_pos"].tobytes() == request.observation["state"]["eef_pos"].tobytes()
     assert back.observation["privileged"]["goal"] == [("on", "a", "b")]
@@ -148,6 +162,106 @@ def test_nouns_cross_the_wire_unchanged() -> None:
     assert chunk.actions.dtype == np.float32
     assert chunk.seconds == {"pack": 0.5}
     assert chunk.memory == b"m"
+
+
+class Asking:
+    """Both ends of a worker's questions."""
+
+    def __init__(self) -> None:
+        self.here: Known = {}
+        self.there: Known = {}
+
+    def ask(self, truth: Any) -> tuple[int, Any]:
+        """The bytes that crossed, and the truth that arrived."""
+        request = Request(Observation(images={}, state={}, instruction="lift", privileged=truth), 1, "t@p/0", 0, 0, None)
+        frame = pack({"kind": "ask", "request": request_map(request, self.here)})
+        self.here = known_by(request)
+        return len(frame), request_from(unpack(frame[12:])["request"], self.there).observation["privileged"]
+
+
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+def truth(shapes: dict[str, Any], **more: Any) -> Any:
+    found = {"goal": [("on", "a", "b")], "holds": [True], "poses": {}, "joints": {}, "regions": {}, "extents": {}, "shapes": shapes}
+    return {**found, "parents": {"a": "b"}, **more}
+
+
+def test_what_an_observation_repeats_crosses_once_and_arrives_each_time() -> None:
+    asking, shapes = Asking(), {name: read_only(np.random.default_rng(0).random((100 + len(name), 4))) for name in ("a", "bb")}
+    first, _ = asking.ask(truth(dict(shapes)))
+    for _ in range(3):
+        later, arrived = asking.ask(truth(dict(shapes)))
+        assert first - later > 2 * 100 * 4 * 8
+        assert list(arrived["shapes"]) == ["a", "bb"]
+        for name, points in shapes.items():
+            np.testing.assert_array_equal(arrived["shapes"][name], points)
+        assert arrived["parents"] == {"a": "b"}
+
+
+def test_what_changed_in_place_or_was_replaced_crosses_again() -> None:
+    asking, points = Asking(), np.zeros((2, 4))
+    asking.ask(truth({"a": points}))
+    points[0] = 7
+    np.testing.assert_array_equal(asking.ask(truth({"a": points}))[1]["shapes"]["a"], [[7] * 4, [0] * 4])
+    whole = np.zeros((2, 4))
+    view = read_only(whole[:])  # nobody can write to it, but to what it shows
+    asking.ask(truth({"a": view}))
+    whole[1] = 3
+    np.testing.assert_array_equal(asking.ask(truth({"a": view}))[1]["shapes"]["a"], [[0] * 4, [3] * 4])
+    fixed = {"a": read_only(np.ones((2, 4)))}
+    asking.ask(truth(fixed))
+    fixed["a"] = read_only(np.full((2, 4), 2.0))  # in the same map
+    fixed["b"] = read_only(np.ones((1, 4)))
+    arrived = asking.ask(truth(fixed))[1]["shapes"]
+    assert (arrived["a"] == 2).all()
+    assert list(arrived) == ["a", "b"]
+    assert asking.ask(truth({}, parents={"a": "c"}))[1]["parents"] == {"a": "c"}
+    assert asking.ask(truth({}, parents={}))[1]["shapes"] == {}
+
+
+def test_a_policy_cannot_change_what_later_requests_share() -> None:
+    asking, shapes = Asking(), {"a": read_only(np.ones((2, 4)))}
+    for _ in range(2):
+        _, arrived = asking.ask(truth(shapes))
+        with pytest.raises(ValueError, match="read-only"):
+            arrived["shapes"]["a"][0, 0] = 5
+        del arrived["shapes"]["a"], arrived["parents"]["a"], arrived["extents"]
+    assert list(asking.ask(truth(shapes))[1]["shapes"]) == ["a"]
+
+
+def test_arrays_of_one_shape_arrive_by_name_and_can_be_written_to() -> None:
+    poses = {name: np.arange(7.0) + number for number, name in enumerate("abc")}
+    mixed: dict[str, Any] = {"a": np.zeros(3), "b": np.zeros(3, np.float32), "c": np.zeros(4)}
+    _, arrived = Asking().ask(truth({}, poses=poses, joints=mixed, regions={"n": np.array(2.0), "m": np.array(3.0)}))
+    assert list(arrived["poses"]) == list("abc")
+    for name, pose in poses.items():
+        np.testing.assert_array_equal(arrived["poses"][name], pose)
+    arrived["poses"]["a"][:] = -1
+    np.testing.assert_array_equal(arrived["poses"]["b"], poses["b"])
+    assert {name: (array.dtype, array.shape) for name, array in arrived["joints"].items()} == {
+        name: (array.dtype, array.shape) for name, array in mixed.items()
+    }
+    assert arrived["regions"]["m"].shape == ()
+
+
+@pytest.mark.parametrize("rows", [["a"], ["a", "b", "c"], ["a", 2], "ab", None, 2])
+def test_rows_that_are_not_what_they_claim_are_refused(rows: Any) -> None:
+    array = {b"__ndarray__": True, b"data": bytes(32), b"dtype": "<f8", b"shape": [2, 2], b"rows": rows}
+    with pytest.raises(WireError, match="rows"):
+        unpack(msgpack.packb({"kind": "x", "array": array}))
+
+
+def test_a_message_larger_than_the_socket_holds_arrives_whole(ends: tuple[Connection, socket.socket]) -> None:
+    connection, other = ends
+    picture = np.random.default_rng(0).integers(0, 256, (900, 1000, 3), np.uint8)
+    reader = Connection(other)
+    with ThreadPoolExecutor(1) as pool:
+        arrived = pool.submit(reader.receive, 30)
+        connection.send({"kind": "x", "picture": picture}, 30)
+        np.testing.assert_array_equal(arrived.result()["picture"], picture)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"actions": 1, "extra": 2}, {"actions": 1, "memory": "text"}, [1, 2], None])

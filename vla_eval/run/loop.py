@@ -488,7 +488,7 @@ class Run:
     def _handle(self, seat: _Seat, worker: Worker, job: _Job, message: Message) -> EpisodeRecord | None:
         match message:
             case {"kind": "ask", "request": request}:
-                seat.asked, seat.since = request_from(request), time.monotonic()
+                seat.asked, seat.since = request_from(request, worker.known), time.monotonic()
                 job.steps, job.chunks = seat.asked.step, job.chunks + 1
             case {"kind": "record", "record": record}:
                 seat.job, seat.asked = None, None

@@ -1,32 +1,37 @@
 """What crosses between processes: msgpack messages in frames of known length, arrays as {dtype, shape, data}. Nothing is ever unpickled.
 
 A frame is four bytes of magic, eight of length (big-endian), then that many bytes of msgpack. The first twelve decide whether anything more
-is read, so a stranger's bytes cost nothing.
+is read, so a stranger's bytes cost nothing. A policy is asked every few steps, so what its observations repeat (the shapes of things)
+crosses once, and arrays of one shape cross as the rows of one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
+import select
 import socket
 import struct
 import time
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from ..arrays import check_plain
-from ..types import ActionChunk, BadRequest, EpisodeRecord, Interface, Meaning, Observation, Request, Task, VlaEvalError
+from ..types import ActionChunk, BadRequest, EpisodeRecord, Interface, Meaning, Request, Task, Vector, VlaEvalError
 
 MAGIC = b"VLA1"
 LIMIT_BYTES = 256 << 20  # of one message: a few hundred pictures
 _HEAD = struct.Struct(">4sQ")
 _PIECE = 1 << 18  # memory follows the bytes that arrive, never the length that is claimed
+_ROWS = b"rows"
+_STEADY = ("extents", "shapes", "parents")  # of the privileged observation: what a task's steps hardly ever change
 
 Message = dict[str, Any]
+Known = dict[str, Mapping[str, Any]]  # what of a privileged observation has crossed and need not again
 T = TypeVar("T")
 
 
@@ -39,7 +44,7 @@ class Connection:
 
     def __init__(self, end: socket.socket, limit: int = LIMIT_BYTES) -> None:
         self._end, self._limit = end, limit
-        self._arrived = bytearray()
+        self._arrived, self._piece = bytearray(), memoryview(bytearray(_PIECE))
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -50,44 +55,60 @@ class Connection:
     def send(self, message: Message, seconds: float) -> None:
         """Send one message. Raises WireError if the other side is gone or does not take it within `seconds`."""
         frame = pack(message)
-        self._end.settimeout(seconds)
         try:
-            self._end.sendall(frame)
-        except TimeoutError as error:
-            raise WireError(f"a message of {len(frame)} bytes was not taken within {seconds:g} s") from error
+            sent = self._end.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
         except OSError as error:
-            raise WireError(f"the other process is gone ({error.strerror})") from error
+            raise _gone(error) from error
+        if sent < len(frame):
+            self._send_rest(frame, sent, seconds)
 
     def receive(self, seconds: float) -> Message:
         """Wait for one message. Raises WireError if none is whole within `seconds`."""
         end = time.monotonic() + seconds
         while (message := self._whole()) is None:
-            left = end - time.monotonic()
-            if left <= 0:
+            if not self._ready(select.POLLIN, end):
                 raise WireError(f"no message within {seconds:g} s")
-            self._read(left)
+            self._read()
         return message
 
     def arrived(self) -> list[Message]:
         """The messages that are whole, reading once what is there without waiting."""
-        with contextlib.suppress(TimeoutError):
-            self._read(0)
+        self._read()
         messages = []
-        while (message := self._whole()) is not None:
+        while self._arrived and (message := self._whole()) is not None:
             messages.append(message)
         return messages
 
-    def _read(self, seconds: float) -> None:
-        self._end.settimeout(seconds)
+    def _send_rest(self, frame: bytes, sent: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while sent < len(frame):
+            if not self._ready(select.POLLOUT, end):
+                raise WireError(f"a message of {len(frame)} bytes was not taken within {seconds:g} s")
+            try:
+                sent += self._end.send(memoryview(frame)[sent:], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise _gone(error) from error
+
+    def _ready(self, event: int, end: float) -> bool:
+        """Wait until the socket can be read or written, or until `end`; whether it can."""
+        poll = select.poll()
+        poll.register(self._end, event)
+        return bool(poll.poll(max(0.0, 1000 * (end - time.monotonic()))))
+
+    def _read(self) -> None:
         try:
-            piece = self._end.recv(_PIECE)
-        except (TimeoutError, BlockingIOError):
+            size = self._end.recv_into(self._piece, 0, socket.MSG_DONTWAIT)
+        except BlockingIOError:
             return
         except OSError as error:
-            raise WireError(f"the other process is gone ({error.strerror})") from error
-        if not piece:
+            raise _gone(error) from error
+        if not size:
             raise WireError("the other process closed the connection")
-        self._arrived += piece
+        self._arrived += self._piece[:size]
 
     def _whole(self) -> Message | None:
         if len(self._arrived) < _HEAD.size:
@@ -101,10 +122,14 @@ class Connection:
             raise WireError(f"a message claims {length} bytes, more than the {self._limit} allowed here")
         if len(self._arrived) < _HEAD.size + length:
             return None
-        with memoryview(self._arrived) as view:
-            body = bytes(view[_HEAD.size : _HEAD.size + length])
+        with memoryview(self._arrived) as view, view[_HEAD.size : _HEAD.size + length] as body:
+            message = unpack(body)
         del self._arrived[: _HEAD.size + length]
-        return unpack(body)
+        return message
+
+
+def _gone(error: OSError) -> WireError:
+    return WireError(f"the other process is gone ({error.strerror})")
 
 
 def pack(message: Message) -> bytes:
@@ -116,7 +141,7 @@ def pack(message: Message) -> bytes:
     return _HEAD.pack(MAGIC, len(body)) + body
 
 
-def unpack(body: bytes) -> Message:
+def unpack(body: bytes | memoryview) -> Message:
     """The message in a frame. Raises WireError for anything but a map whose arrays are what they claim."""
     try:
         message = msgpack.unpackb(body, object_hook=_array, strict_map_key=False)
@@ -128,10 +153,8 @@ def unpack(body: bytes) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        check_plain(value.dtype, "an array in a message")
-        # the map that openpi's policy servers use
-        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": list(value.shape)}
+    if isinstance(value, np.ndarray):  # the map that openpi's policy servers use
+        return {b"__ndarray__": True, b"data": value.tobytes(), b"dtype": _text(value.dtype), b"shape": value.shape}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
@@ -143,15 +166,44 @@ def _array(found: dict[Any, Any]) -> Any:
     if b"__ndarray__" not in found:
         return found
     try:
-        data, dtype, shape = found[b"data"], np.dtype(str(found[b"dtype"])), found[b"shape"]
-        check_plain(dtype, "an array in a message")
+        data, dtype, shape = found[b"data"], _dtype(found[b"dtype"]), found[b"shape"]
     except (KeyError, TypeError, ValueError, BadRequest) as error:
         raise WireError(f"an array in a message is refused: {error}") from error
     if not isinstance(data, bytes) or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise WireError(f"an array in a message claims the shape {shape}")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"an array in a message claims the shape {shape} of {dtype}, but {len(data)} bytes are there")
-    return np.frombuffer(bytearray(data), dtype).reshape(shape)  # a copy of its own: policies may write into it
+    array: Vector = np.ndarray(shape, dtype, bytearray(data))  # a copy of its own: policies may write into it
+    return _rows(found[_ROWS], array) if _ROWS in found else array
+
+
+def _together(arrays: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """Arrays of one shape and type as one, with its rows' names; others as they are."""
+    kinds = {(value.dtype, value.shape) if isinstance(value, np.ndarray) else None for value in arrays.values()}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None or not kind[1]:
+        return arrays
+    data = b"".join([value.tobytes() for value in arrays.values()])
+    return {b"__ndarray__": True, b"data": data, b"dtype": _text(kind[0]), b"shape": (len(arrays), *kind[1]), _ROWS: list(arrays)}
+
+
+def _rows(names: Any, array: Vector) -> dict[str, Vector]:
+    if not isinstance(names, list) or array.ndim < 2 or len(array) != len(names) or not all(isinstance(name, str) for name in names):
+        raise WireError(f"an array in a message claims the shape {array.shape} and the rows {names!r:.80}")
+    return dict(zip(names, array, strict=True))
+
+
+@lru_cache(maxsize=64)
+def _text(dtype: np.dtype) -> str:
+    check_plain(dtype, "an array in a message")
+    return dtype.str
+
+
+@lru_cache(maxsize=64)
+def _dtype(text: Any) -> np.dtype:
+    dtype = np.dtype(str(text))
+    check_plain(dtype, "an array in a message")
+    return dtype
 
 
 def shallow(noun: Any) -> dict[str, Any]:
@@ -188,16 +240,58 @@ def interface_from(data: Any) -> Interface:
         raise WireError(f"an interface in a message is none ({error})") from error
 
 
-def request_from(data: Any) -> Request:
+def request_map(request: Request, known: Known) -> dict[str, Any]:
+    """A request as a map, without what the other side knows. Once it is sent, that is `known_by(request)`."""
+    if "privileged" not in request.observation:
+        return shallow(request)
+    truth: Mapping[str, Any] = request.observation["privileged"]
+    news = {
+        key: _together(value) if isinstance(value, dict) else value
+        for key, value in truth.items()
+        if not (key in known and _same(value, known[key]))
+    }
+    return shallow(request) | {"observation": {**request.observation, "privileged": news}}
+
+
+def known_by(request: Request) -> Known:
+    """What who has this request knows of the next one's observation, if nothing of that changes."""
+    truth: Mapping[str, Any] = request.observation.get("privileged", {})
+    return {key: dict(truth[key]) for key in _STEADY if key in truth}
+
+
+def request_from(data: Any, known: Known) -> Request:
+    """The request that `request_map` made a map of; `known` is what came before, and is brought up to date. Policies cannot write to it."""
     request = _noun(Request, data)
-    observation: Observation = request.observation
+    observation: Any = request.observation
     try:
-        if "privileged" in observation:  # msgpack has lists only
-            goal = [tuple(conjunct) for conjunct in observation["privileged"]["goal"]]
-            observation["privileged"]["goal"] = goal
-    except (TypeError, KeyError) as error:
+        if "privileged" in observation:
+            news = observation["privileged"]
+            for key in _STEADY:
+                if key in news:
+                    known[key] = {name: _fixed(value) for name, value in news[key].items()}
+            truth = {**news, **{key: dict(value) for key, value in known.items()}}
+            truth["goal"] = [tuple(conjunct) for conjunct in truth["goal"]]  # msgpack has lists only
+            observation["privileged"] = truth
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise WireError(f"an observation in a message is none ({error})") from error
     return request
+
+
+def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    """Whether these are the very things that were sent: text, or arrays that nobody can have written to since."""
+    return now.keys() == then.keys() and all(_still(value, then[name]) for name, value in now.items())
+
+
+def _still(now: Any, then: Any) -> bool:
+    if isinstance(now, np.ndarray):
+        return now is then and not now.flags.writeable and now.base is None
+    return bool(now == then)
+
+
+def _fixed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    return value
 
 
 def _noun(kind: type[T], data: Any) -> T:

@@ -19,7 +19,7 @@ from ..contract import Env, open_env
 from ..types import EpisodeRecord, Interface, Recorder, Request, Task, VlaEvalError
 from .episode import Answer, Facts, PolicyRaised, facts_of, guarded, rollout, told
 from .recorders import ArrayRecorder, FrameRecorder, TraceRecorder
-from .wire import Connection, Message, WireError, chunk_from, interface_from, shallow, task_from
+from .wire import Connection, Known, Message, WireError, chunk_from, interface_from, known_by, request_map, shallow, task_from
 
 ANSWER_SECONDS = 3600.0  # a worker's patience with the policy's process: its first answer may build engines
 SEND_SECONDS = 60.0
@@ -75,9 +75,12 @@ def main() -> None:
 
 def _serve(connection: Connection, trace: Any) -> None:
     env: Env | None = None
+    known: Known = {}
 
     def ask(request: Request) -> Answer:
-        connection.send({"kind": "ask", "request": shallow(request)}, SEND_SECONDS)
+        nonlocal known
+        connection.send({"kind": "ask", "request": request_map(request, known)}, SEND_SECONDS)
+        known = known_by(request)
         reply = connection.receive(ANSWER_SECONDS)
         if reply["kind"] == "raised":
             raise PolicyRaised(reply["error"])
@@ -147,6 +150,7 @@ class Worker:
     words: Any  # a file without a name: what the process printed
     task: str | None = None  # whose environment it holds
     deadline: float = field(default=float("inf"))  # by when it must have said something
+    known: Known = field(default_factory=dict)  # what it told with its requests
 
     def forget(self) -> None:
         """Empty the trace: what an earlier episode left there is no attempt at the next one."""
