@@ -25,7 +25,7 @@ check: $(VENV)/installed ## ruff, mypy and import-linter
 	$(BIN)/lint-imports
 
 bench: $(VENV)/installed ## measure; writes docs/*.json
-	@for script in $(filter-out benchmarks/certify_%,$(wildcard benchmarks/[a-z]*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/certify_% benchmarks/gpu_%,$(wildcard benchmarks/[a-z]*.py)); do echo "$$script"; $(BIN)/python $$script || exit 1; done
 
 certify-oracle: $(VENV)/installed ## the oracle over five suites, twice ten trials of each task: hours; writes docs/oracle.json and docs/oracle.md's tables
 	$(BIN)/python benchmarks/certify_oracle.py $(ARGS)

@@ -1,180 +1,272 @@
-"""One full-size model of random weights on a GPU: built, run as one CUDA graph a request, beside the same network in PyTorch.
+"""One model of random weights on a GPU: built, answered as one CUDA graph a request, checked, and timed beside the same network in PyTorch.
 
-    python benchmarks/gpu_models.py gr00t|pi05 [--routes direct,onnx] [--dtype fp16] [--requests 500] [--rival] [--work DIR]
+    python benchmarks/gpu_models.py gr00t|pi05 [--routes direct,onnx] [--dtype fp16|bf16] [--batch 8] [--rival] [--parity]
+                                    [--size full|tiny] [--requests 500] [--leak 1000] [--minutes 8] [--work DIR] [--out DIR]
 
-Writes `MODEL.json` into $OUT; everything before a part that fails stands in it.
+With `--batch N` a bundle of batch 1 is made and timed in the same run. `--parity` makes the float32 graphs too and runs them on the CPU:
+some minutes at full size, 14 GB of disk, 30 GB of memory. One JSON goes into --out, by default $OUT; whatever fails, the rest stands in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from _parts import Note, Parts
 
+from vla_eval import registry
+from vla_eval.arrays import read_npz
 from vla_eval.engines import trt
-from vla_eval.engines.bundle import Bundle
-from vla_eval.engines.trt_build import build_component
-from vla_eval.policies.flow import draw_noise
+from vla_eval.engines.bench import measure, rival
+from vla_eval.engines.bundle import Bundle, Component, open_bundle
+from vla_eval.engines.trt_build import build, card_here, plan_file, record_of, standing
+from vla_eval.engines.trt_run import Requests
+from vla_eval.engines.verify import SELFTEST, compare, score, trace
+from vla_eval.results.stats import percentiles
 
-HERE = Path(__file__).parent
-WARM = 20  # requests that are not counted: the first compiles, the second is captured
-GPU = ("h2d", "visual", "prefill", "denoise", "d2h")
-said: dict[str, Any] = {}
-
-
-def save() -> None:
-    if out := os.environ.get("OUT"):
-        Path(out, f"{said['model']}.json").write_text(json.dumps(said, indent=1, default=str))
+# An instruction whose prompt is as long as the baseline's: 147 and 528 tokens with two pictures, in the words of a synthetic tokenizer.
+WORDS = {"gr00t": "put the black bowl in the drawer and close it", "pi05": "put the wine bottle on the rack"}
+OTHER_WORDS = "open the middle drawer of the cabinet"
+OPTIONS: dict[str, dict[str, Any]] = {"gr00t": {"embodiment": "libero_sim"}, "pi05": {"policy_config": "pi05_libero"}}
 
 
-def timed(into: dict[str, Any], name: str, function: Callable[[], Any]) -> Any:
-    began = time.perf_counter()
-    made = function()
-    into[f"{name}_s"] = round(time.perf_counter() - began, 1)
-    print(f"   {name} {into[f'{name}_s']} s", flush=True)
-    return made
+class Truth(NamedTuple):
+    """What the float32 graphs answer on ONNX Runtime."""
 
-
-def gr00t(bundle: Bundle, seed: int) -> tuple[Any, list[Any]]:
-    """The runtime, and one row for each robot of its batch: two pictures and a prompt of LIBERO's length."""
-    from vla_eval.policies.gr00t.policy import open_policy
-    from vla_eval.policies.gr00t.runtime import Inputs
-
-    policy, rng = open_policy(bundle, backend="tensorrt"), np.random.default_rng(seed)
-    batch = policy.runtime.batch
-    seen: dict[str, Any] = {f"video.{c}": rng.integers(0, 256, (batch, 1, 256, 256, 3), np.uint8) for c in ("image", "wrist_image")}
-    for key, dim in {"x": 1, "y": 1, "z": 1, "roll": 1, "pitch": 1, "yaw": 1, "gripper": 2}.items():
-        seen[f"state.{key}"] = rng.uniform(0, 0.3, (batch, 1, dim)).astype(np.float32)
-    rows = policy.rows({**seen, "annotation.human.action.task_description": "put the black bowl in the drawer and close it"})
-    return policy.runtime, [Inputs(*row, draw_noise(i, 40, 132)) for i, row in enumerate(rows)]
-
-
-def pi05(bundle: Bundle, seed: int) -> tuple[Any, list[Any]]:
-    """The same: two pictures, 16 tokens of text, 528 in all."""
-    from vla_eval.policies.pi05.runtime import Inputs, Pi05Runtime
-
-    runtime, rng = Pi05Runtime(bundle, backend="tensorrt"), np.random.default_rng(seed)
-    side = runtime.geometry.vision.image
-    return runtime, [
-        Inputs(
-            rng.uniform(-1, 1, (2, 3, side, side)).astype(np.float32),
-            rng.integers(3, 250_000, 16),
-            draw_noise(i, runtime.horizon, runtime.width),
-        )
-        for i in range(runtime.batch)
-    ]
-
-
-def measured(runtime: Any, rows: list[Any], requests: int) -> dict[str, Any]:
-    stages: dict[str, list[float]] = {"wall": []}
-    for _ in range(requests + WARM):
-        began = time.perf_counter()
-        answers = runtime(rows)
-        stages["wall"].append(time.perf_counter() - began)
-        for name, seconds in answers[0].seconds.items():
-            stages.setdefault(name, []).append(seconds)
-    stages["gpu"] = [sum(stages[name][i] for name in GPU) for i in range(requests + WARM)]
-    stages["host"] = [wall - gpu for wall, gpu in zip(stages["wall"], stages["gpu"], strict=True)]
-    table = {}
-    for name, values in stages.items():
-        ms = 1e3 * np.asarray(values[WARM:])
-        table[name] = {
-            q: round(float(v), 3) for q, v in zip(("p50", "p90", "p99", "max"), [*np.percentile(ms, [50, 90, 99]), ms.max()], strict=True)
-        }
-    return table
-
-
-def route(name: str, checkpoint: Path, work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from vla_eval.policies.gr00t.recipe import recipe as make_gr00t
-
-    row: dict[str, Any] = {"batch": arguments.batch}
-    out, direct = work / f"{arguments.model}-{name}-b{arguments.batch}", name == "direct"
-    options: dict[str, Any] = {"dtype": arguments.dtype, "batch": arguments.batch, "direct": direct}
-    if arguments.model == "gr00t":
-        bundle = timed(row, "export", lambda: make_gr00t(checkpoint, out, embodiment="libero_sim", **options))
-    else:
-        from vla_eval.policies.pi05.recipe import recipe as make_pi05
-
-        bundle = timed(row, "export", lambda: make_pi05(checkpoint, out, policy_config="pi05_libero", **options))
-    if not direct:
-        for component in bundle.components.values():
-            timed(row, f"build_{component.name}", lambda c=component: build_component(c))
-    opened = gr00t if arguments.model == "gr00t" else pi05
-    runtime, rows = timed(row, "load_cold", lambda: opened(bundle, 0))
-    timed(row, "first_request", lambda: runtime(rows))
-    row["ms"] = measured(runtime, rows, arguments.requests)
-    row["about"] = runtime.about
-    row["layers"] = {c.name: layers(c) for c in bundle.components.values()}
-    runtime = rows = None  # frees the card
-    gc.collect()
-    _, rows = timed(row, "load_with_cache", lambda: opened(bundle, 0))
-    shutil.rmtree(out)  # the disk is small
-    return row
-
-
-def layers(component: Any) -> dict[str, Any]:
-    """How many kernels a plan runs, and the names of the commonest."""
-    from vla_eval.engines.trt_build import card_here, plan_file, record_of
-
-    report = record_of(plan_file(component, card_here())).get("inspection")
-    if not isinstance(report, dict):
-        return {"report": str(report)[:200]}
-    names = [layer if isinstance(layer, str) else str(layer.get("Name", layer)) for layer in report["Layers"]]
-    return {"count": len(names), "first": [name[:90] for name in names[:40]]}
+    calls: dict[str, Any]  # every component and denoise step, on the bundle's own inputs
+    chunk: Any  # of the first request that is timed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", choices=["gr00t", "pi05"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=list(WORDS))
     parser.add_argument("--routes", default="direct")
-    parser.add_argument("--dtype", default="fp16")
+    parser.add_argument("--dtype", default="fp16", choices=["fp32", "fp16", "bf16"])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rival", action="store_true")
+    parser.add_argument("--parity", action="store_true")
+    parser.add_argument("--size", default="full", choices=["full", "tiny"])
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--leak", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--work", type=Path, default=None)
-    arguments = parser.parse_args()
-    work = arguments.work or Path(tempfile.mkdtemp())
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    asked = parser.parse_args()
+    work = asked.work or Path(tempfile.mkdtemp())
     work.mkdir(parents=True, exist_ok=True)
     flavour = trt.door()
-    said.update(model=arguments.model, dtype=arguments.dtype, tensorrt=f"{flavour.name} {flavour.version}", routes={})
-    if arguments.rival:  # first, while the card is empty; the same card and the same call
-        command = [sys.executable, str(HERE / f"rivals/torch_baseline_{arguments.model}.py"), "--arms", "lean-graph", "--batch", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        print(done.stdout[-2500:], done.stderr[-1500:], flush=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("JSON ")]
-        said["rival"] = json.loads(lines[-1][5:]) if lines else done.stderr[-1000:]
-        save()
-    checkpoint = work / "checkpoint"
+    file = asked.out / f"{asked.model}-{asked.size}-{asked.dtype}-b{asked.batch}.json"
+    about = {"model": asked.model, "size": asked.size, "dtype": asked.dtype, "tensorrt": f"{flavour.name} {flavour.version}"}
+    parts = Parts(file, minutes=asked.minutes, command=" ".join(sys.argv), sm=card_here(), support=flavour.supports(card_here()), **about)
+    checkpoint = work / f"{asked.model}-{asked.size}"
     if not checkpoint.exists():
-        if arguments.model == "gr00t":
-            from vla_eval.policies.gr00t.synthetic import synth
-        else:
-            from vla_eval.policies.pi05.synthetic import synth
-        timed(said, "synth", lambda: synth(checkpoint, size="full"))
-    failed = 0
-    for name in arguments.routes.split(","):
-        try:
-            said["routes"][name] = route(name, checkpoint, work, arguments)
-        except Exception as error:  # the other route still tells something
-            traceback.print_exc()
-            said["routes"][name] = {"error": f"{type(error).__name__}: {error}"[:800]}
-            failed += 1
-        save()
-        print(name, json.dumps({k: v for k, v in said["routes"][name].items() if k != "layers"}, default=str), flush=True)
-    print("JSON", json.dumps(said, default=str)[:9000])
-    return int(failed > 0)
+        parts("synth", lambda note: registry.load_synth(asked.model)(checkpoint, size=asked.size))
+    truth = parts("float32", lambda note: float32(note, asked, checkpoint, work)) if asked.parity else None
+    routes = asked.routes.split(",")
+    for route in routes:
+        for batch in dict.fromkeys((asked.batch, 1)) if route == routes[0] else (asked.batch,):
+            one_route(parts, asked, route, batch, checkpoint, work, truth if batch == 1 else None)
+    if asked.batch > 1:
+        parts("samples a second", lambda note: note.update(gain(parts, routes[0], asked.batch)))
+    return parts.end()
+
+
+def one_route(parts: Parts, asked: argparse.Namespace, route: str, batch: int, checkpoint: Path, work: Path, truth: Truth | None) -> None:
+    """Everything about one bundle, which is removed at the end: the disk is small."""
+    name, out = f"{route} b{batch}", work / f"{asked.model}-{asked.size}-{asked.dtype}-{route}-b{batch}"
+    bundle = parts(f"{name} build", lambda note: built(note, asked, checkpoint, out, batch, direct=route == "direct"))
+    if bundle is None:
+        shutil.rmtree(out, ignore_errors=True)
+        return
+    policy = parts(f"{name} load, cold", lambda note: opened(note, bundle))
+    if policy is not None:
+        asked_of(parts, name, asked, policy, truth)
+    policy = None  # frees the card
+    gc.collect()
+    policy = parts(f"{name} load, cached", lambda note: opened(note, bundle))
+    policy = None
+    gc.collect()
+    if truth is not None:
+        parts(f"{name} components against float32", lambda note: note.update(components(bundle, truth)))
+    shutil.rmtree(out)
+
+
+def asked_of(parts: Parts, name: str, asked: argparse.Namespace, policy: Any, truth: Truth | None) -> None:
+    """Everything about one policy that is loaded."""
+    rehearsal = policy.rehearse(WORDS[asked.model])
+    parts(f"{name} first request", lambda note: note.update(ms={k: 1e3 * v for k, v in rehearsal.answer().items()}))
+    parts(f"{name} latency", lambda note: note.update(latency(rehearsal, asked.requests)))
+    parts(f"{name} replays", lambda note: note.update(replays(policy, asked.model)))
+    if len(rehearsal.rows) > 1:
+        parts(f"{name} rows", lambda note: note.update(rows(policy, asked.model)))
+    if asked.leak:
+        parts(f"{name} leak", lambda note: note.update(leak(policy, rehearsal, asked.leak)))
+    if asked.rival and name.startswith(asked.routes.split(",")[0]):
+        parts(f"{name} rival", lambda note: note.update(against(parts, name, asked, rehearsal)))
+    if truth is not None:
+        chunk = policy.model.runtime(rehearsal.rows)[0].chunk
+        parts(f"{name} chunk against float32", lambda note: note.update(asdict(score(chunk, truth.chunk))))
+
+
+def built(note: Note, asked: argparse.Namespace, checkpoint: Path, out: Path, batch: int, *, direct: bool) -> Bundle:
+    """The bundle with its plans; seconds and memory of each build, and the kernels that it runs."""
+    bundle: Bundle = recipe(asked, checkpoint, out, dtype=asked.dtype, batch=batch, direct=direct)
+    if not direct:
+        build(bundle)
+    for component in bundle.components.values():
+        plan = standing(component, new=True)
+        note[component.name] = {
+            "seconds": plan.seconds, "plan_bytes": plan.bytes, "weights_bytes": plan.weights, "peak_bytes": plan.peak,
+            "peak_within_bound": plan.peak <= 3.3 * plan.weights + 1e9, **layers(component),
+        }  # fmt: skip
+    return bundle
+
+
+def recipe(asked: argparse.Namespace, checkpoint: Path, out: Path, **options: Any) -> Any:
+    """The model's own export; a bundle that an earlier run left is made anew."""
+    shutil.rmtree(out, ignore_errors=True)
+    tiny = {"geometry": checkpoint / "geometry.json"} if asked.size == "tiny" else {}
+    return registry.load_recipe(asked.model)(checkpoint, out, **OPTIONS[asked.model], **tiny, **options)
+
+
+def layers(component: Component) -> dict[str, Any]:
+    """How many kernels a plan runs, and the names of the first."""
+    report = record_of(plan_file(component, card_here())).get("inspection")
+    if not isinstance(report, dict):
+        return {"kernels": str(report)[:200]}
+    names = [layer if isinstance(layer, str) else str(layer.get("Name", layer)) for layer in report["Layers"]]
+    return {"kernels": len(names), "first_kernels": [name[:90] for name in names[:40]]}
+
+
+def opened(note: Note, bundle: Bundle) -> Any:
+    """The policy, loaded and self-tested."""
+    policy = registry.load_policy(bundle.model, bundle=bundle, backend="tensorrt")
+    note["engines"] = policy.engines  # type: ignore[attr-defined]
+    note["allocated_bytes"] = device(policy).card.allocated
+    return policy
+
+
+def device(policy: Any) -> Any:
+    """The part of a runtime that keeps a request on the card."""
+    found = policy.model.runtime._device
+    assert found is not None
+    return found
+
+
+def latency(rehearsal: Any, requests: int) -> dict[str, Any]:
+    """As `vla-eval bench` measures it."""
+    found = measure(rehearsal.answer, requests=requests, on_card=True)
+    ms: dict[str, dict[str, float]] = {}
+    for stage, values in found.seconds.items():
+        quantiles = percentiles(values)
+        assert quantiles is not None
+        ms[stage] = {q: round(1e3 * getattr(quantiles, q), 3) for q in ("p50", "p90", "p99")} | {"max": round(1e3 * max(values), 3)}
+    return {
+        **rehearsal.about, "requests": found.requests, "warm_up": found.warm_up, "ms": ms,
+        "p99_over_p50": {stage: round(ms[stage]["p99"] / ms[stage]["p50"], 4) for stage in ("gpu", "whole")},
+        "samples_per_second": {stage: 1e3 * rehearsal.about["batch"] / ms[stage]["p50"] for stage in ("gpu", "whole")},
+    }  # fmt: skip
+
+
+def replays(policy: Any, model: str) -> dict[str, bool]:
+    """Replays of the graph against each other, beside another length, and against the same work without a graph: bit for bit."""
+    runtime, there = policy.model.runtime, device(policy)
+    given, other = (policy.rehearse(words).rows for words in (WORDS[model], OTHER_WORDS))
+
+    def chunks(rows: Any) -> Any:
+        return np.stack([answer.chunk for answer in runtime(rows)])
+
+    first, beside = chunks(given), chunks(other)
+    turns = [(chunks(given), chunks(other)) for _ in range(5)]
+    captured = all(ready.graph is not None for ready in there.requests._kept.values())
+    graphs, there.requests = there.requests, Requests(there.card, there._make, capture=False)
+    try:
+        plain = [chunks(given) for _ in range(3)]
+    finally:
+        there.requests.close()
+        there.requests = graphs
+    same = {
+        "every shape is captured": captured,
+        "replays are equal": all(np.array_equal(first, turn) for turn, _ in turns),
+        "so are another length's": all(np.array_equal(beside, turn) for _, turn in turns),
+        "a replay is the plain request": all(np.array_equal(first, chunk) for chunk in plain),
+    }
+    assert all(same.values()), same
+    return same
+
+
+def rows(policy: Any, model: str) -> dict[str, bool]:
+    """A row beside others, in another place, and alone in a batch that is filled with copies of it."""
+    runtime, given = policy.model.runtime, list(policy.rehearse(WORDS[model]).rows)
+    together, turned, (alone,) = ([answer.chunk for answer in runtime(batch)] for batch in (given, given[::-1], given[:1]))
+    same = {
+        "alone it is the same": bool(np.array_equal(alone, together[0])),
+        "in another place it is the same": all(np.array_equal(a, b) for a, b in zip(together, turned[::-1], strict=True)),
+        "other rows are others": not np.array_equal(together[0], together[1]),
+    }
+    assert all(same.values()), same
+    return same
+
+
+def leak(policy: Any, rehearsal: Any, requests: int) -> dict[str, int]:
+    """Bytes of the card that requests have cost."""
+    card = device(policy).card
+    before = card.free_bytes()
+    for _ in range(requests):
+        rehearsal.answer()
+    lost = before - card.free_bytes()
+    assert lost == 0, f"{lost} bytes lost in {requests} requests"
+    return {"requests": requests, "lost_bytes": lost}
+
+
+def against(parts: Parts, name: str, asked: argparse.Namespace, rehearsal: Any) -> dict[str, Any]:
+    """The same network in PyTorch as one CUDA graph, on the same card in the same run."""
+    assert rehearsal.rival is not None, "no baseline has these sizes"
+    found = rival(asked.model, {"dtype": asked.dtype, **rehearsal.rival})
+    ours = parts.found[f"{name} latency"]["said"].get("ms")
+    return {**found, **({"times_faster": found["parts"]["e2e"]["p50"] / ours["gpu"]["p50"]} if ours else {})}
+
+
+def gain(parts: Parts, route: str, batch: int) -> dict[str, Any]:
+    """Samples a second of the large batch, in those of batch 1."""
+    many, one = (parts.found[f"{route} b{b} latency"]["said"]["samples_per_second"] for b in (batch, 1))
+    return {"batch": batch, **{f"by {stage} time": many[stage] / one[stage] for stage in many}}
+
+
+def float32(note: Note, asked: argparse.Namespace, checkpoint: Path, work: Path) -> Truth:
+    """What the float32 graphs make of the same inputs on this machine's processor."""
+    out = work / f"{asked.model}-{asked.size}-float32"
+    try:
+        bundle = recipe(asked, checkpoint, out)
+        policy: Any = registry.load_policy(asked.model, bundle=bundle, backend="onnxruntime")
+        (answer, *_) = policy.model.runtime(policy.rehearse(WORDS[asked.model]).rows)
+        note["seconds of a request"] = dict(answer.seconds)
+        calls = trace(bundle, read_npz(bundle.path / SELFTEST), engines=policy.model.runtime._call.engines)
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    return Truth(calls, answer.chunk)
+
+
+def components(bundle: Bundle, truth: Truth) -> dict[str, Any]:
+    """Every component, and the velocity of every denoise step, against the float32 graphs on the same inputs."""
+    verdict = compare(open_bundle(bundle.path), truth.calls, backend="tensorrt")
+    found: dict[str, Any] = {"gate": verdict.gate._asdict(), "passed": verdict.passed}
+    for row in verdict.rows:
+        worst = found.setdefault(row.component, {"least cosine": 1.0, "largest relative": 0.0, "outputs": 0})
+        worst["least cosine"] = min(worst["least cosine"], row.cosine)
+        worst["largest relative"] = max(worst["largest relative"], row.relative)
+        worst["outputs"] += 1
+    found["velocity cosine by step"] = [row.cosine for row in verdict.rows if row.component == "action"]
+    found["every step is at least 0.9999"] = min(found["velocity cosine by step"]) >= 0.9999
+    return found
 
 
 if __name__ == "__main__":

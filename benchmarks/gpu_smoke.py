@@ -2,24 +2,23 @@
 
     python benchmarks/gpu_smoke.py [--full] [--only tf32] [--work DIR]
 
-Every part runs even where an earlier one failed; a table of all parts comes last, and `smoke.json` into $OUT. `--only tf32` holds
+Every part runs even where an earlier one failed; a list of all parts comes last, and `smoke.json` into $OUT. `--only tf32` holds
 single float32 layers, built with the TF32 switch off and on, against float64, and against what operands of ten bits would give.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _parts import Note, Parts
 
 from vla_eval.arrays import read_npz
 from vla_eval.engines.bundle import Bundle, open_bundle
@@ -28,30 +27,18 @@ from vla_eval.policies.gr00t.recipe import recipe
 
 GOLDEN = Path(__file__).parents[1] / "tests/golden/gr00t_tiny"
 WORDS = "annotation.human.action.task_description"
-PARTS: list[dict[str, Any]] = []
+PARTS = Parts(Path(os.environ.get("OUT", "."), "smoke.json"))
 
 
 def part(name: str, work: Callable[[], Any]) -> Any:
     """Run one part and note what came of it."""
-    began = time.perf_counter()
-    print(f"== {name}", flush=True)
-    try:
+
+    def noted(note: Note) -> Any:
         said = work()
-        PARTS.append(
-            {"part": name, "ok": True, "seconds": time.perf_counter() - began, "said": said if isinstance(said, (dict, str)) else ""}
-        )
-    except Exception as error:  # the parts after this one still tell something
-        traceback.print_exc()
-        said = None
-        PARTS.append({"part": name, "ok": False, "seconds": time.perf_counter() - began, "said": f"{type(error).__name__}: {error}"[:600]})
-    print(f"   {PARTS[-1]['ok']} {PARTS[-1]['seconds']:.1f} s {PARTS[-1]['said']}", flush=True)
-    save()
-    return said
+        note.update(said if isinstance(said, dict) else {"said": said} if isinstance(said, str) else {})
+        return said
 
-
-def save() -> None:
-    if out := os.environ.get("OUT"):
-        Path(out, "smoke.json").write_text(json.dumps(PARTS, indent=1, default=str))
+    return PARTS(name, noted)
 
 
 def observation(seed: int, words: str = "pick up the bowl", batch: int = 1) -> dict[str, Any]:
@@ -311,7 +298,7 @@ def main() -> int:
     work = arguments.work or Path(tempfile.mkdtemp())
     part("tf32", tf32)
     if arguments.only:
-        return 0 if PARTS[0]["ok"] else 1
+        return PARTS.end()
     part("kernels", kernels_against_numpy)
     reference = None
 
@@ -350,10 +337,7 @@ def main() -> int:
     part("rows", lambda: rows(tiny(work, "fp16", batch=2)))
     if arguments.full:
         part("full", lambda: full(work, arguments.requests))
-    print("\n| part | ok | s | said |\n|---|---|--:|---|")
-    for row in PARTS:
-        print(f"| {row['part']} | {'yes' if row['ok'] else 'NO'} | {row['seconds']:.1f} | {row['said']} |")
-    return 0 if all(row["ok"] for row in PARTS) else 1
+    return PARTS.end()
 
 
 if __name__ == "__main__":
