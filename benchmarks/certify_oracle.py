@@ -47,27 +47,12 @@ def main() -> None:
     parser.add_argument("--baselines", action="store_true", help="no-op and random instead of the oracle")
     parser.add_argument("--resume", action="store_true", help="leave out what docs/oracle.json has")
     parser.add_argument("--workers", type=int, default=1, help="processes, each with one task at a time")
+    parser.add_argument("--tables", action="store_true", help="play nothing, write the tables anew")
     asked = parser.parse_args()
-    trials = [trial for trial in asked.trials if trial in TUNED] if asked.baselines else asked.trials
     path = DOCS / "oracle.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    os.environ.update(ONE_THREAD)  # of the processes to come: seconds are those of one core
-    with ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool:
-        waiting = {}
-        for policy in ("zero", "random") if asked.baselines else ("oracle",):
-            for suite in asked.suites:
-                for task in vla_eval.load_tasks(f"{suite}@{asked.protocol}"):
-                    row = found.setdefault(policy, {}).setdefault(task.suite, {}).setdefault(str(task.index), {})
-                    row |= {"instruction": task.instruction, "trials": row.get("trials", {})}
-                    left = [trial for trial in trials if not (asked.resume and str(trial) in row["trials"])]
-                    if left and (not asked.tasks or task.index in asked.tasks):
-                        waiting[pool.submit(played, policy, task.suite, task.index, left)] = task, row
-        for done in as_completed(waiting):
-            task, row = waiting[done]
-            row["trials"] = dict(sorted((row["trials"] | done.result()).items(), key=lambda item: int(item[0])))
-            path.write_text(json.dumps(found, indent=1) + "\n")  # after every task: hours of work are not lost to one key
-            print(task.id, task.instruction, dict(Counter(trial["outcome"] for trial in done.result().values())), flush=True)
-    found = json.loads(path.read_text())
+    if not asked.tables:
+        play(asked, found, path)
     fill(
         DOCS / "oracle.md",
         {
@@ -79,27 +64,50 @@ def main() -> None:
     )
 
 
-def played(policy_name: str, suite: str, index: int, trials: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Trial to what is kept of it. The policy lives in the simulator's process, so that one clock counts both."""
-    policy = vla_eval.load_policy(policy_name)
+def play(asked: argparse.Namespace, found: dict[str, Any], path: Path) -> None:
+    """Play what is asked for, task by task in any order, and keep it in `found` and at `path`."""
+    policies = ("zero", "random") if asked.baselines else ("oracle",)
+    trials = [trial for trial in asked.trials if trial in TUNED] if asked.baselines else asked.trials
+    os.environ.update(ONE_THREAD)  # of the processes to come: seconds are those of one core
+    with ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool:
+        waiting = {}
+        for suite in asked.suites:
+            for task in vla_eval.load_tasks(f"{suite}@{asked.protocol}"):
+                if asked.tasks and task.index not in asked.tasks:
+                    continue
+                left = {}
+                for policy in policies:
+                    row = found.setdefault(policy, {}).setdefault(task.suite, {}).setdefault(str(task.index), {"trials": {}})
+                    row["instruction"] = task.instruction
+                    left[policy] = [trial for trial in trials if not (asked.resume and str(trial) in row["trials"])]
+                if any(left.values()):
+                    waiting[pool.submit(played, task.suite, task.index, left)] = task
+        for done in as_completed(waiting):
+            task, rows = waiting[done], done.result()
+            for policy, row in rows.items():
+                known = found[policy][task.suite][str(task.index)]
+                known["trials"] = dict(sorted((known["trials"] | row).items(), key=lambda item: int(item[0])))
+                print(policy, task.id, task.instruction, dict(Counter(trial["outcome"] for trial in row.values())), flush=True)
+            path.write_text(json.dumps(found, indent=1) + "\n")  # after every task: hours of work are not lost to one key
+
+
+def played(suite: str, index: int, trials: dict[str, Sequence[int]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Policy to trial to what is kept of it. The policy lives in the simulator's process, so that one clock counts both."""
     (task,) = (task for task in vla_eval.load_tasks(suite) if task.index == index)
     env = open_env(task)
-    rows = {}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for trial in trials:
-                arrays, began = Path(folder, f"{trial}.npz"), time.process_time()
-                record = rollout(
-                    env,
-                    in_process(policy),
-                    task,
-                    policy.needs,
-                    trial=trial,
-                    seed=SEED,
-                    replan=min(REPLAN, policy.horizon),
-                    recorders=[ArrayRecorder(arrays)],
-                )
-                rows[str(trial)] = said(record, time.process_time() - began, arrays)
+            for name, numbers in trials.items():
+                policy, rows[name] = vla_eval.load_policy(name), {}
+                replan = min(REPLAN, policy.horizon)
+                for trial in numbers:
+                    arrays, began = Path(folder, f"{name}-{trial}.npz"), time.process_time()
+                    recorders = [ArrayRecorder(arrays)]
+                    record = rollout(
+                        env, in_process(policy), task, policy.needs, trial=trial, seed=SEED, replan=replan, recorders=recorders
+                    )
+                    rows[name][str(trial)] = said(record, time.process_time() - began, arrays)
     finally:
         env.close()
     return rows
@@ -122,10 +130,8 @@ def suites_table(suites: dict[str, Any]) -> str:
         every = [*tuned, *held_out]
         steps = [trial["steps"] for trial in every if trial["outcome"] == "success"]
         cpu, wall = [[trial[clock] for trial in every if clock in trial] for clock in ("cpu_seconds", "seconds")]
-        rows.append(
-            [suite, which(tasks), rate(tuned), interval(tuned), rate(held_out), interval(held_out)]
-            + [f"{mean(steps):.0f}", f"{mean(cpu):.1f}", f"{mean(wall):.1f}"]
-        )
+        rates = [text for half in (tuned, held_out) for text in (rate(half), interval(half))]
+        rows.append([suite, which(tasks), *rates, *(f"{mean(steps):.0f}", f"{mean(cpu):.1f}", f"{mean(wall):.1f}")])
     heads = ["suite", "trials played of every task", "trials 0–9", "95 % interval", "trials 40–49", "95 % interval"]
     return table([*heads, "steps of a success", "CPU s an episode", "wall s an episode"], rows, "llrrrrrrr")
 

@@ -73,7 +73,7 @@ def pick(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Move]
         "way": stow.way.tolist(),
         "spot": stow.pos[:2].tolist(),
     }
-    return reach(hand, chosen, scene.walls()), notes
+    return reach(hand, chosen, scene.walls(), way_out(body, walls, chosen.rot.apply([0, 0, 1]))), notes
 
 
 def paired(
@@ -232,17 +232,28 @@ def _cells(points: Vector) -> Vector:
     return np.asarray(np.round(points[:, :2] / CELL).astype(np.int64))
 
 
-def reach(hand: Hand, grasp: Grasp, walls: Vector) -> list[Move]:
-    """Over everything to the grasp, close, lift."""
+def way_out(body: Vector, walls: Vector, approach: Vector) -> Vector:
+    """[3] the level way, back along the hand, on which a thing leaves what hangs over it; nothing if nothing does or no way is left."""
+    over = Tops.of(walls[walls[:, 2] > body[:, 2].max()])
+    back = -approach * [1, 1, 0]
+    for way in np.arange(0.0, 0.25, 0.01)[:, None] * back / max(float(np.linalg.norm(back)), 1e-6):
+        if np.isneginf(over.under(body + way)).all():
+            return np.asarray(way * 1.2)
+    return np.zeros(3)
+
+
+def reach(hand: Hand, grasp: Grasp, walls: Vector, out: Vector) -> list[Move]:
+    """Over everything to the grasp, close, `out` from under what hangs over it, lift."""
     rot, approach = grasp.rot.as_quat(), grasp.rot.apply([0, 0, 1])
     moves = come(hand, grasp.pos, grasp.rot, walls, OPEN)
     aside = approach[2] > -0.9
     moves += [
         Move(grasp.pos, rot, OPEN, tol=0.008, turn_tol=0.08, speed=0.5 if aside else 0.7),
         Move(grasp.pos, rot, CLOSE, at_least=GRIP_STEPS, at_most=GRIP_STEPS),
-        Move(grasp.pos + LIFT * UP, rot, CLOSE, tol=0.02),
     ]
-    return moves
+    if out.any():
+        moves += [Move(grasp.pos + 0.02 * UP, rot, CLOSE, tol=0.012), Move(grasp.pos + 0.02 * UP + out, rot, CLOSE, tol=0.015, speed=0.7)]
+    return [*moves, Move(grasp.pos + LIFT * UP + out, rot, CLOSE, tol=0.02)]
 
 
 def come(hand: Hand, pos: Vector, rot: Rotation, walls: Vector, grip: float, back: float = 0.07) -> list[Move]:

@@ -15,7 +15,7 @@ from vla_eval.policies import oracle
 from vla_eval.policies.baseline import zero
 from vla_eval.policies.oracle import arm
 from vla_eval.policies.oracle.grasp import OPENING, downward, from_above, hits, search
-from vla_eval.policies.oracle.handling import Tops, goal_poses, rest_height
+from vla_eval.policies.oracle.handling import Tops, goal_poses, rest_height, way_out
 from vla_eval.policies.oracle.mechanisms import Joint
 from vla_eval.policies.oracle.motion import CLOSE, OPEN, Hand, Memory, Move, action, after, arrived, timed
 from vla_eval.policies.oracle.plan import pending
@@ -178,6 +178,17 @@ def test_a_grasp_keeps_clear_of_neighbours() -> None:
     assert [grasp.cost for grasp in free] == sorted(grasp.cost for grasp in free)
     assert any(hits(grasp.pos, grasp.rot, wall, OPENING, slack=0) for grasp in free)
     assert not any(hits(grasp.pos, grasp.rot, wall, grasp.width, slack=-0.004) for grasp in beside)
+
+
+def test_a_thing_leaves_what_hangs_over_it_the_way_the_hand_came() -> None:
+    block, roof = solid(box((0.04, 0.04, 0.04), (0, 0, 0.02))), solid(box((0.2, 0.2, 0.02), (0, 0, 0.2)))
+    aslant = np.array([0.0, -0.8, -0.6])  # the hand points towards -y
+    out = way_out(block, roof, aslant)
+    assert out[[0, 2]] == pytest.approx([0, 0])
+    assert 0.12 <= out[1] < 0.2  # half the roof and half the block, and some more
+    assert not way_out(block, NOWHERE, aslant).any()
+    assert not way_out(block, roof - np.array([0.0, 0.0, 0.3]), aslant).any()  # what lies below hangs over nothing
+    assert not way_out(block, roof, np.array([0.0, 0.0, -1.0])).any()  # from straight above no way leads aside
 
 
 def test_a_thing_comes_to_rest_on_what_is_below_it() -> None:
