@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -126,7 +128,7 @@ def test_a_pipe_is_never_asked(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("lost", ["model-00002-of-00003.safetensors", "config.json"])
+@pytest.mark.parametrize("lost", ["model-00002-of-00003.safetensors", "config.json", "model*", "statistics.json", "embodiment_id.json"])
 def test_half_a_download_is_missing(tmp_path: Path, lost: str) -> None:
     cached(tmp_path / "hub", WEIGHTS, "libero_10", GOLDEN / "checkpoint", but=lost)
     cached(tmp_path / "hub", TOKENIZER, "", GOLDEN / "checkpoint/tokenizer")
@@ -200,6 +202,26 @@ def test_an_export_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "shelf").iterdir()) == []
 
 
+def test_what_a_killed_run_left_is_removed_and_what_another_writes_is_not(hub: Path, tmp_path: Path) -> None:
+    left, busy = tmp_path / "shelf/.making-99999991", tmp_path / "shelf/.making-99999992"
+    for folder in (left, busy):
+        folder.mkdir(parents=True)
+        (folder / "visual.onnx.data").write_text("gigabytes")
+    with lock(busy):
+        obtain(tmp_path / "shelf")
+    assert not left.exists()
+    assert busy.exists()
+
+
+@contextlib.contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """As a process that writes there holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield
+    os.close(handle)
+
+
 def test_an_export_that_breaks_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(checkpoint: Path, out: Path, *, tokenizer: Path | None = None, embodiment: str | None = None) -> None:
         out.mkdir(parents=True)
@@ -209,7 +231,7 @@ def test_an_export_that_breaks_half_way_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(registry, "load_recipe", lambda name: breaks)
     own = tmp_path / "libero_goal"
     shutil.copytree(GOLDEN / "checkpoint", own)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(BadRequest, match=r"cannot be written to its end \(disk full\).* make room"):
         obtain(tmp_path / "shelf", "libero_goal", checkpoint=str(own))
     assert list((tmp_path / "shelf").iterdir()) == []
 

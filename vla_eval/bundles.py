@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import registry
-from .engines.bundle import Bundle, digest_of, file_digest, open_bundle
+from .engines.bundle import Bundle, digest_of, file_digest, open_bundle, workplace
 from .types import BadRequest, VlaEvalError
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class Part:
     repo: str  # owner/name on the Hugging Face hub
     folder: str = ""  # inside it
     files: tuple[str, ...] = ("*",)  # patterns, below `folder`
-    needed: tuple[str, ...] = ()  # without these the part is not there
+    needed: tuple[str, ...] = ()  # patterns: without a file for each of them the part is not there
     beside: tuple[str, ...] = ()  # patterns: a checkpoint that has one of these brings its own
     digests: Mapping[str, str] = field(default_factory=dict)  # file -> how its SHA-256 begins
 
@@ -207,7 +206,7 @@ def _sources(policy: str, suite: str, checkpoint: str | None) -> Published:
     if not owner or not name or ".." in inside.split("/") or checkpoint.startswith((".", "/")):
         raise BadRequest(f"--checkpoint {checkpoint}: there is no such folder, and it is no REPO[/FOLDER] such as owner/name/libero_10")
     repo = f"{owner}/{name}"
-    named = replace(known, repo=repo, folder=inside, needed=(), digests={}) if known else Part("checkpoint", repo, inside)
+    named = replace(known, repo=repo, folder=inside, needed=("*.safetensors",), digests={}) if known else Part("checkpoint", repo, inside)
     return Published((named, *others), options)
 
 
@@ -237,8 +236,8 @@ def _local(part: Part | File) -> Path | None:
         return None
     there = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else []
     names = {str(file.relative_to(place)) for file in there}
-    wanted = {*part.needed, *_shards(place)}
-    return place if names and wanted <= names else None
+    whole = names >= _shards(place) and all(any(fnmatch(name, pattern) for name in names) for pattern in part.needed)
+    return place if names and whole else None
 
 
 def _copies(file: File) -> Iterator[Path]:
@@ -417,10 +416,8 @@ def _exported(
     recipe = registry.load_recipe(policy)
     given = {**options, **{option: place for option, place in parts.items() if option != "checkpoint"}}
     registry.check_options(f"the recipe of {policy!r}", recipe, {"checkpoint": checkpoint, "out": folder, **given})
-    folder.mkdir(parents=True, exist_ok=True)
-    making = folder / f".making-{os.getpid()}"
-    shutil.rmtree(making, ignore_errors=True)
-    try:
+    with workplace(folder, ".making-") as workshop:
+        making = workshop / "bundle"
         with busy(f"exporting {checkpoint} into {folder}, which is done once"):
             made: Bundle = recipe(checkpoint, making, **given)
         (making / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
@@ -428,8 +425,6 @@ def _exported(
         if place.exists():  # the same weights beside other statistics, which no identity covers
             place = place.with_name(f"{place.name}-{digest_of(json.dumps(source).encode())[:8]}")
         return making.rename(place)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
 
 
 def _read_beside(parts: Mapping[str, Path]) -> dict[str, str]:

@@ -99,7 +99,8 @@ def published(suite: str) -> Published | None:
     """Where NVIDIA publishes the checkpoint of a suite, and Qwen the tokenizer that it does not ship."""
     if suite not in PUBLISHED_SUITES:
         return None
-    weights = Part("checkpoint", "nvidia/GR00T-N1.7-LIBERO", suite, ("*.json", "*.safetensors", "processor/*"), ("config.json",))
+    needed = ("config.json", "*.safetensors", "*processor_config.json", "*statistics.json", "*embodiment_id.json")
+    weights = Part("checkpoint", "nvidia/GR00T-N1.7-LIBERO", suite, ("*.json", "*.safetensors", "processor/*"), needed)
     names = ("tokenizer.json", "tokenizer_config.json")
     files = (*names, "chat_template.j*", "preprocessor_config.json")
     tokenizer = Part("tokenizer", "Qwen/Qwen3-VL-2B-Instruct", files=files, needed=names, beside=("tokenizer",))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -163,7 +166,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(bundle: Path, tmp_path
             raise OSError("no space left")
 
     for out in (bundle, tmp_path / "new"):
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(BadRequest, match=r"cannot be written to its end \(no space left\).* make room"):
             stumble(out)
     assert everything_in(bundle) == before
     assert not (tmp_path / "new").exists()
@@ -189,6 +192,42 @@ def test_what_a_killed_export_left_is_no_obstacle(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["action", "first"]
 
 
+def test_two_exports_do_not_write_into_one_folder_at_once(bundle: Path) -> None:
+    before = everything_in(bundle)
+    with staged(bundle, identity(), POLICY, "action/policy.json") as stage:
+        stage.file("first", "first.onnx").write_bytes(b"half")
+        with pytest.raises(BadRequest, match="another process is writing there"):
+            write(bundle)
+        assert stage.file("first", "first.onnx").read_bytes() == b"half"
+    assert everything_in(bundle).keys() == before.keys()
+
+
+def test_a_full_disk_is_one_sentence_and_nothing_is_left(tmp_path: Path) -> None:
+    """As on a disk with room for 4 kB: the system's own refusal, whatever call meets it."""
+    import resource  # a limit of this process alone
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(BadRequest, match=f"{tmp_path / 'b'}: cannot be written to its end") as refused:
+            write(tmp_path / "b")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_nobody_may_write_to_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path, **_: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))  # chmod does not stop root
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pytest.raises(BadRequest, match=r"cannot be written to its end \(\[Errno 13\] Permission denied"):
+        write(tmp_path / "b")
+
+
 def test_shared_files_are_copied_and_known_to_be_covered_by_nothing(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
@@ -202,6 +241,12 @@ def test_shared_files_are_copied_and_known_to_be_covered_by_nothing(tmp_path: Pa
     (tmp_path / "b" / "tokenizer" / "tokenizer.json").write_text('{"edited": true}')
     assert uncovered(open_bundle(tmp_path / "b")) != uncovered(bundle) or findings(bundle) == []
     assert open_bundle(tmp_path / "b").digest == bundle.digest
+
+
+def axes_of_y(bundle: Path, axes: list[Any]) -> None:
+    contract = json.loads((bundle / "first/config.json").read_text())["tensor_contract"]
+    contract["outputs"]["y"]["axes"] = axes
+    change(bundle / "first/config.json", tensor_contract=contract)
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------------------
@@ -222,10 +267,18 @@ def test_shared_files_are_copied_and_known_to_be_covered_by_nothing(tmp_path: Pa
         (lambda b: change(b / "first/config.json", artifacts=None), "not whole"),
         (lambda b: change(b / "first/config.json", artifacts={"../x": {"sha256": "0", "bytes": 1}}), "no plain file"),
         (lambda b: change(b / "first/config.json", options={"dtype": "int4"}), "none of fp32"),
+        (lambda b: change(b / "first/config.json", options={"dtype": "fp32", "batch": 2}), f"not those of export {identity().export_id}"),
+        (lambda b: change(b / "action/config.json", options={"dtype": "fp32"}), "action/config.json: its options are not those"),
+        (lambda b: change(b / "first/config.json", version=None), "carries no identity"),
+        (lambda b: change(b / "first/config.json", version="0.0.9"), "two exports"),
+        (lambda b: shutil.copy(b / "action/policy.json", b / "policy.json"), "two contracts"),
+        (lambda b: axes_of_y(b, [{"axis": "S", "min": 1, "opt": 2}, 300]), r"not whole \(KeyError: 'max'\)"),
+        (lambda b: axes_of_y(b, [None, 300]), "not whole"),
+        (lambda b: axes_of_y(b, [{"axis": "S", "min": 1, "opt": 2, "max": 4.5}, 300]), "neither a length nor min, opt and max"),
         (lambda b: change(b / "first/config.json", tensor_contract={"inputs": {"x": {"dtype": "f", "rank": 3, "axes": [1]}}}), "rank 3"),
     ],
 )  # fmt: skip
-def test_a_bundle_that_contradicts_itself_is_refused(spoil: Callable[[Path], None], says: str, bundle: Path) -> None:
+def test_a_bundle_that_contradicts_itself_is_refused(spoil: Callable[[Path], object], says: str, bundle: Path) -> None:
     spoil(bundle)
     with pytest.raises(ContractMismatch, match=says):
         open_bundle(bundle)
@@ -272,6 +325,24 @@ PRETENDERS = {
 def test_a_file_that_is_no_engine_is_named_for_what_it_is(what: str, tmp_path: Path) -> None:
     (tmp_path / "x.engine").write_bytes(PRETENDERS[what])
     assert (impostor(tmp_path / "x.engine") or "").startswith(what)
+
+
+def test_a_web_page_in_place_of_weights_is_told_from_weights_that_begin_with_its_first_byte(bundle: Path) -> None:
+    """A safetensors file begins with the length of its header: 60 is "<"."""
+    file, config = bundle / "first/table.safetensors", bundle / "first/config.json"
+    head = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, separators=(",", ":")).encode().ljust(60)
+    file.write_bytes(len(head).to_bytes(8, "little") + head + np.array([2.5], np.float32).tobytes())
+    assert file.read_bytes()[:1] == b"<"
+    for content, says in ((file.read_bytes(), None), (PRETENDERS["a web page"], "is a web page saved under that name")):
+        file.write_bytes(content)
+        artifact = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        change(config, artifacts={**json.loads(config.read_text())["artifacts"], file.name: artifact})
+        opened = open_bundle(bundle).component("first")
+        if says is None:
+            assert opened.tensors(file.name)["w"].tolist() == [2.5]
+        else:
+            with pytest.raises(ContractMismatch, match=says):
+                opened.tensors(file.name)
 
 
 def test_a_pointer_in_place_of_a_graph_is_named_for_what_it_is(bundle: Path) -> None:

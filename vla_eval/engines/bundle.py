@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ Frontend = Literal["onnx", "direct"]  # which pen drew the graphs
 ENDS = ("min", "opt", "max")
 SHARED = ("tokenizer", "text_tokenizer", "assets")  # folders of a bundle that are no components
 _STAGING = ".staging-"
-_IDENTITY = ("export_id", "frontend", "checkpoint_fingerprint", "model")
+_IDENTITY = ("export_id", "frontend", "checkpoint_fingerprint", "model", "version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,13 @@ class Identity:
     frontend: Frontend
     fingerprint: str  # of the checkpoint's weights
     options: Mapping[str, Any]  # dtype, batch, steps, embodiment, geometry …: plain JSON
+    version: str = field(default_factory=lambda: version("vla-eval-trt"))  # of the program that exports
 
     @property
     def export_id(self) -> str:
         """32 hex digits that every component of one export shares."""
         said = {
-            "contract_version": CONTRACT_VERSION, "version": version("vla-eval-trt"), "model": self.model, "frontend": self.frontend,
+            "contract_version": CONTRACT_VERSION, "version": self.version, "model": self.model, "frontend": self.frontend,
             "checkpoint_fingerprint": self.fingerprint, "options": self.options,
         }  # fmt: skip
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
@@ -47,7 +49,7 @@ class Identity:
         """What `policy.json` and every `config.json` carry."""
         return {
             "contract_version": CONTRACT_VERSION, "export_id": self.export_id, "frontend": self.frontend,
-            "checkpoint_fingerprint": self.fingerprint, "model": self.model,
+            "checkpoint_fingerprint": self.fingerprint, "model": self.model, "version": self.version,
         }  # fmt: skip
 
 
@@ -132,9 +134,12 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     configs = sorted(file for file in folder.glob("*/config.json") if file.parent.name not in SHARED)
     if not configs:
         raise BadRequest(f"{folder}: no bundle, it has no component with a config.json; make one with vla-eval export")
-    policy_file = next((file for file in (folder / "policy.json", folder / "action" / "policy.json") if file.exists()), None)
-    if policy_file is None:
+    policy_files = [file for file in (folder / "policy.json", folder / "action" / "policy.json") if file.exists()]
+    if not policy_files:
         raise BadRequest(f"{folder}: no policy.json, which is written last: the export did not finish; run it again")
+    if len(policy_files) > 1:
+        raise ContractMismatch(f"{folder} has two contracts, policy.json and action/policy.json; remove the one that no export wrote")
+    (policy_file,) = policy_files
     policy = _stamped(policy_file)
     components = {file.parent.name: Component(file.parent.name, file.parent, _config(file)) for file in configs}
     for component in components.values():
@@ -144,6 +149,13 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
                     f"{component.folder / 'config.json'}: {name} is {component.config[name]!r}, {policy_file.relative_to(folder)} has "
                     f"{policy[name]!r}; these come from two exports, make all components by one"
                 )
+        stamp, options = (policy[name] for name in ("model", "frontend", "checkpoint_fingerprint")), component.config["options"]
+        made = Identity(*stamp, options, policy["version"])
+        if made.export_id != policy["export_id"]:
+            raise ContractMismatch(
+                f"{component.folder / 'config.json'}: its options are not those of export {policy['export_id']}, so somebody has edited "
+                "them; export the component again"
+            )
     first = next(iter(components.values())).config
     digest = hashlib.sha256()
     for file in (*configs, policy_file):
@@ -274,22 +286,58 @@ def staged(out: str | os.PathLike[str], identity: Identity, policy: Mapping[str,
     stamped = {**identity.stamp(), **policy}
     _check_destination(folder, stamped, where)
     created = not folder.exists()
-    staging = folder / f"{_STAGING}{os.getpid()}"
-    for left in folder.glob(f"{_STAGING}*"):  # of a build that was killed
-        shutil.rmtree(left)
-    staging.mkdir(parents=True)
-    stage = Stage(folder, identity, staging)
     try:
-        yield stage
-        (staging / where).parent.mkdir(exist_ok=True)
-        _write_json(staging / where, stamped)
-        for name in (*stage.order, where):
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (staging / name).replace(folder / name)
+        with workplace(folder, _STAGING, alone=True) as staging:
+            stage = Stage(folder, identity, staging)
+            yield stage
+            (staging / where).parent.mkdir(exist_ok=True)
+            _write_json(staging / where, stamped)
+            for name in (*stage.order, where):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (staging / name).replace(folder / name)
     finally:
-        shutil.rmtree(staging)
-        if created and not any(folder.iterdir()):
+        if created and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+@contextlib.contextmanager
+def workplace(folder: Path, prefix: str, *, alone: bool = False) -> Iterator[Path]:
+    """A hidden folder inside `folder` for what is not finished yet, locked while it is in use and removed at the end.
+
+    What killed processes left under that prefix is removed first. Raises BadRequest if what is written inside does not fit on the disk
+    or may not be written, and, with `alone`, if another process is at work there.
+    """
+    place = folder / f"{prefix}{os.getpid()}"
+    with contextlib.ExitStack() as held:
+        try:
+            for left in sorted(folder.glob(f"{prefix}*")):
+                with _locked(left) as ours:
+                    if ours:
+                        shutil.rmtree(left)
+                    elif alone:
+                        raise BadRequest(f"{folder}: another process is writing there; wait for it or choose another folder")
+            place.mkdir(parents=True)
+            held.callback(shutil.rmtree, place, ignore_errors=True)
+            held.enter_context(_locked(place))
+            yield place
+        except OSError as error:
+            raise BadRequest(
+                f"{folder}: cannot be written to its end ({error}), and what was begun is removed; make room there or choose another folder"
+            ) from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether the folder could be locked: not if another process has it."""
+    handle, ours = os.open(folder, os.O_RDONLY), True
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            ours = False
+        yield ours
+    finally:
+        os.close(handle)
 
 
 def _check_destination(folder: Path, stamped: Mapping[str, Any], where: str) -> None:
@@ -318,7 +366,7 @@ def _check_destination(folder: Path, stamped: Mapping[str, Any], where: str) -> 
 def _stamped(file: Path) -> dict[str, Any]:
     said = read_json(file)
     if not isinstance(said, dict) or not all(isinstance(said.get(name), str) and said[name] for name in _IDENTITY):
-        raise ContractMismatch(f"{file} carries no identity (export_id, frontend, checkpoint_fingerprint, model); export it again")
+        raise ContractMismatch(f"{file} carries no identity ({', '.join(_IDENTITY)}); export it again")
     if said.get("contract_version") != CONTRACT_VERSION:
         raise ContractMismatch(
             f"{file}: contract_version is {said.get('contract_version')!r}, this vla-eval reads {CONTRACT_VERSION}; export again"
@@ -337,6 +385,8 @@ def _config(file: Path) -> dict[str, Any]:
             for name, said in config["tensor_contract"][side].items():
                 if len(said["axes"]) != said["rank"] or not isinstance(said["dtype"], str):
                     raise ContractMismatch(f"{file}: tensor_contract of {name!r} has {len(said['axes'])} axes and rank {said['rank']}")
+                if not all(type(n) is int or all(type(n[end]) is int for end in ENDS) for n in said["axes"]):
+                    raise ContractMismatch(f"{file}: tensor_contract of {name!r} has an axis that is neither a length nor min, opt and max")
         check_profile(
             str(file), {n: said["axes"] for n, said in config["tensor_contract"]["inputs"].items()}, config["optimization_profile"]
         )
