@@ -102,7 +102,7 @@ def test_the_bare_command_finds_makes_and_plays(
         assert line in err
         played.append(open_run(Path(json.loads(out)["folder"])))
     assert played[0].manifest.bundle == played[1].manifest.bundle
-    assert of_run(played[0].path).precision == "fp32"  # a leaderboard's row says in which types it was computed
+    assert of_run(played[0]).precision == "fp32"  # a leaderboard's row says in which types it was computed
     assert [record.outcome for run in played for record in run.records()] == ["failure", "failure"]
     (made,) = (tmp_path / "shelf").iterdir()
     (made / bundles.SOURCE).unlink()

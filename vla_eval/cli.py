@@ -759,10 +759,10 @@ def report(run: Path, /, *, html: Flag = False, draw: Literal["failures", "all",
         draw: With --html: which films to draw first, where the run folder lacks them.
     """
     from .results.failures import bins, failures_markdown
-    from .results.folder import open_run
+    from .results.folder import open_result, open_run
     from .results.report import report as read
 
-    folder = open_run(run)
+    folder = open_result(run)
     folder.played()
     found = read(folder)
     told, page = _told(folder.path, found), found.markdown()
@@ -810,9 +810,9 @@ def compare(
     from .results.compare import compare as pair
     from .results.compare import difference_markdown
     from .results.difference import differences
-    from .results.folder import open_run
+    from .results.folder import open_result, open_run
 
-    one, other = open_run(a), open_run(b)
+    one, other = open_result(a), open_result(b)
     if diff:
         found = differences(one.manifest, other.manifest)
         return Answer({"differences": [d._asdict() for d in found]}, Page(difference_markdown(one.manifest, other.manifest)))
@@ -887,11 +887,11 @@ def wandb_(run: Path, /, *, mode: Literal["online", "offline"] = "online") -> An
         run: A run folder.
         mode: offline writes it into RUN/wandb and sends nothing.
     """
-    from .results.folder import open_run
+    from .results.folder import open_result
     from .results.wandb import check_installed, run_id, send
 
     check_installed()
-    folder = open_run(run)
+    folder = open_result(run)
     folder.played()
     sent = send(folder.path, mode)
     told = {"run": folder.manifest.run_id, "wandb": run_id(folder.manifest.run_id), "mode": mode, "sent": sent}

@@ -83,8 +83,8 @@ def test_another_replan_is_another_row_and_said(make_runs: ModuleType, tmp_path:
 
 
 def test_pairs_tell_apart_what_two_rates_cannot(make_runs: ModuleType, tmp_path: Path) -> None:
-    one = board.of_run(make_runs.make_run(tmp_path, lambda t, k: "success" if k >= 10 else "drop", trials=30, tasks=1, run_id="a").path)
-    other = board.of_run(make_runs.make_run(tmp_path, lambda t, k: "success" if k >= 3 else "drop", trials=30, tasks=1, run_id="b").path)
+    one = board.of_run(make_runs.make_run(tmp_path, lambda t, k: "success" if k >= 10 else "drop", trials=30, tasks=1, run_id="a"))
+    other = board.of_run(make_runs.make_run(tmp_path, lambda t, k: "success" if k >= 3 else "drop", trials=30, tasks=1, run_id="b"))
     assert board.told_apart(one, other)  # seven to none
     assert not board.told_apart(replace(one, outcomes={}), other)  # 20 against 27 of 30
     assert not board.told_apart(replace(one, seed=9), other)
@@ -235,7 +235,7 @@ def test_a_row_says_in_which_types_its_engines_compute(make_runs: ModuleType, tm
     mixed = {"visual": {"dtype": "fp32", "backend": "onnxruntime"}, "action": {"dtype": "bf16"}, "text": {"dtype": "bf16"}}
     fast = make_runs.make_run(tmp_path / "runs", run_id="fast", engines=mixed)
     plain = make_runs.make_run(tmp_path / "runs", run_id="plain")
-    assert (board.of_run(fast.path).precision, board.of_run(plain.path).precision) == ("bf16, fp32", "–")
+    assert (board.of_run(fast).precision, board.of_run(plain).precision) == ("bf16, fp32", "–")
     assert "| clerk | – | bf16, fp32 | none |" in board.markdown(leaderboard([tmp_path / "runs"]))
 
 

@@ -128,21 +128,63 @@ def test_a_request_that_cannot_be_met_is_one_sentence_and_exit_2(
     assert sorted(tmp_path.rglob("*")) == before  # nothing half written
 
 
-@pytest.mark.parametrize("words", [("report", "{run}"), ("leaderboard", "{run}"), ("compare", "{run}", "{other}"), ("check", "{run}")])
-def test_a_half_written_last_line_is_left_out_and_said_once(
-    vla_eval: Command, two: tuple[RunFolder, RunFolder], caplog: pytest.LogCaptureFixture, words: tuple[str, ...]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "{run}"),
+        ("report", "{run}", "--html"),
+        ("leaderboard", "{runs}"),
+        ("compare", "{run}", "{other}"),
+        ("compare", "{other}", "{run}", "--html"),
+        ("wandb", "{run}", "--mode", "offline"),
+        ("run", "--task", "toy", "--policy", "zero", "--stop-when", "versus {run}"),
+    ],
+    ids=" ".join,
+)
+def test_no_conclusion_is_drawn_from_a_run_whose_last_line_is_half_written(
+    vla_eval: Command, two: tuple[RunFolder, RunFolder], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """A killed run's: what was played before is whole, and `run --resume` plays the episode again."""
     clerk, baker = two
     lines = clerk.path / "episodes.jsonl"
     lines.write_bytes(lines.read_bytes()[:-30])
-    code, out, _ = vla_eval(*(word.format(run=clerk.path, other=baker.path) for word in words), "--json")
+    before = sorted(tmp_path.rglob("*")), lines.read_bytes()
+    places = {"run": clerk.path, "other": baker.path, "runs": clerk.path.parent}
+    code, out, err = vla_eval(*(word.format(**places) for word in words), "--json")
     data = json.loads(out)
-    said = [record.getMessage() for record in caplog.records if "torn" in record.getMessage()]
-    assert said == [f"{lines}: line 12 is torn and left out; vla-eval run --resume {clerk.path} plays its episode again"]
-    assert code == data["exit"] == (1 if words[0] == "check" else 0)
-    if words[0] == "report":
-        assert (data["complete"], data["episodes"], data["planned"]) == (False, 11, 12)
+    assert code == data["exit"] == 2
+    assert data["error"].startswith(f"{lines}: line 12 is half written; vla-eval run --resume {clerk.path} cuts it off")
+    assert err.count("\n") == 1
+    assert (sorted(tmp_path.rglob("*")), lines.read_bytes()) == before
+
+
+def test_a_line_that_is_being_written_refuses_no_report(vla_eval: Command, two: tuple[RunFolder, RunFolder]) -> None:
+    clerk, _ = two
+    with clerk.locked(), (clerk.path / "episodes.jsonl").open("ab") as lines:
+        lines.write(b'{"task": "shop')
+        lines.flush()
+        code, out, _ = vla_eval("report", clerk.path, "--json")
+    assert (code, json.loads(out)["episodes"]) == (0, 12)
+
+
+def test_a_killed_run_can_be_checked_and_drawn_before_it_is_resumed(
+    vla_eval: Command, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    play = ("run", "--policy", "zero", "--workers", "0", "--out", "out")
+    vla_eval(*play, "--task", "toy/0", "--trials", "3")
+    (run,) = (tmp_path / "out").iterdir()
+    lines = run / "episodes.jsonl"
+    whole = lines.read_bytes()
+    lines.write_bytes(whole[:-30])
+    code, out, _ = vla_eval("check", run, "--json")
+    assert (code, json.loads(out)["episodes"]) == (1, 2)  # the third one's arrays belong to no record
+    assert [record.getMessage() for record in caplog.records if "line 3 is torn" in record.getMessage()] != []
+    code, _, _ = vla_eval("render", run, "--episode", "0/0")  # appends a record: not to half a line
+    assert code == 0
+    assert "has been cut off; its episode will be played again" in caplog.text
+    code, out, _ = vla_eval("report", run, "--json")
+    assert (code, json.loads(out)["complete"], json.loads(out)["episodes"]) == (0, False, 2)
+    code, out, _ = vla_eval("run", "--resume", run, "--workers", "0", "--json")
+    assert (code, json.loads(out)["failure"]) == (0, 3)
 
 
 def test_pages_are_written_where_the_command_says(vla_eval: Command, two: tuple[RunFolder, RunFolder]) -> None:

@@ -131,7 +131,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for writing. Raises BadRequest if another process does."""
+        """Hold the folder for writing, a torn last line cut off. Raises BadRequest if another process does."""
         try:
             file = (self.path / LOCK).open("a")
         except OSError as error:
@@ -141,6 +141,8 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise BadRequest(f"{self.path}: another process is writing this run; wait for it or choose another folder") from error
+            if cut := self.repair():  # what is appended to half a line is no line either
+                _log.warning("%s", cut)
             yield
 
     def repair(self) -> str | None:
@@ -154,6 +156,21 @@ class RunFolder:
             file.truncate(len(whole))
             os.fsync(file.fileno())
         return f"{path}: the last line was torn after {len(data) - len(whole)} bytes and has been cut off; its episode will be played again"
+
+    def torn(self) -> int | None:
+        """The number of the last line if it is half written and nobody is writing it: a killed run's. Else None."""
+        try:
+            *whole, rest = _text(self.path / RECORDS).split("\n")
+        except FileNotFoundError:
+            return None
+        if not rest:
+            return None
+        with suppress(FileNotFoundError), (self.path / LOCK).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return None
+        return len(whole) + 1
 
     def sweep(self) -> None:
         """Remove what a killed writer left under temporary names. Only under `locked`."""
@@ -207,6 +224,17 @@ def open_run(path: str | os.PathLike[str]) -> RunFolder:
         raise BadRequest(f"{path}: schema {data['schema']} is newer than {SCHEMA}, which this vla-eval reads; upgrade vla-eval-trt")
     manifest = _built(RunManifest, data, path / MANIFEST)
     return RunFolder(path, replace(manifest, ledger=[(task, trial) for task, trial in manifest.ledger]))
+
+
+def open_result(path: str | os.PathLike[str]) -> RunFolder:
+    """An existing run folder to draw conclusions from. Raises BadRequest as `open_run`, and for one that was killed in mid-line."""
+    folder = open_run(path)
+    if line := folder.torn():
+        raise BadRequest(
+            f"{folder.path / RECORDS}: line {line} is half written; vla-eval run --resume {folder.path} cuts it off and plays its episode "
+            "again (to read the run without that episode, delete the line)"
+        )
+    return folder
 
 
 def write_episode(path: Path, episode: Episode) -> Path:

@@ -12,7 +12,7 @@ from scipy.stats import binomtest, fisher_exact
 
 from ..types import BadRequest, RunManifest
 from .difference import HARMLESS
-from .folder import MANIFEST, TEXT_LIMIT_BYTES, open_run
+from .folder import MANIFEST, TEXT_LIMIT_BYTES, RunFolder, open_result
 from .report import Report, between, cell, percent, rate_json, report
 from .stats import ALPHA, Percentiles, Rate, counted, rate
 
@@ -176,12 +176,11 @@ def _entries(place: Path) -> list[tuple[Entry, Path]]:
     runs = [place] if (place / MANIFEST).is_file() else sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
     if not runs:
         raise BadRequest(f"{place}: holds no run (a folder with {MANIFEST})")
-    return [(of_run(run), run.resolve()) for run in runs]
+    return [(of_run(open_result(run)), run.resolve()) for run in runs]
 
 
-def of_run(path: Path) -> Entry:
+def of_run(folder: RunFolder) -> Entry:
     """A run's row, read from its folder."""
-    folder = open_run(path)
     found, manifest = report(folder), folder.manifest
     return Entry(
         policy=manifest.policy,

@@ -18,7 +18,7 @@ from scipy.special import betaln, xlog1py, xlogy
 
 from ..types import BadRequest, EpisodeRecord, RunManifest
 from .difference import differences
-from .folder import RunFolder, open_run
+from .folder import RunFolder, open_result
 from .stats import ALPHA, Interval
 
 Episode = tuple[str, int]  # (task, trial)
@@ -107,7 +107,7 @@ def parse_rule(text: str) -> Rule:
         kind: Literal["lower", "upper"] = "lower" if match[1].startswith("lower") else "upper"
         return Rule(text.replace(" ", ""), kind, float(match[2]))
     if text.startswith("versus "):
-        folder = open_run(text.removeprefix("versus "))
+        folder = open_result(text.removeprefix("versus "))
         reference = {(r.task, r.trial): r.outcome == "success" for r in folder.records() if r.outcome != "error"}
         return Rule(
             f"versus {folder.manifest.run_id}", "versus", against=folder.manifest.run_id, reference=reference, other=folder.manifest

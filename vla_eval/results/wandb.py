@@ -189,7 +189,7 @@ def _row(wandb: Any, folder: RunFolder, record: EpisodeRecord) -> list[Any]:
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
     """The run's row on a leaderboard."""
-    entry = of_run(folder.path)
+    entry = of_run(folder)
     wilson = entry.rate.wilson or (None, None)
     return {
         **{

@@ -348,8 +348,6 @@ class Run:
     def _keep(self, folder: RunFolder) -> None:
         """Hold a run folder: what it has of the ledger need not be played."""
         self._open.enter_context(folder.locked())
-        if cut := folder.repair():
-            _log.warning("%s", cut)
         folder.sweep()
         self.folder = folder
         self.before = [record for record in folder.records() if record.outcome != "error"]
