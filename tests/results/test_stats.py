@@ -118,6 +118,30 @@ def test_the_difference_interval_covers_at_least_95_percent_whatever_the_truth(n
             assert chance[missed].sum() <= 0.025 + 1e-9
 
 
+@pytest.mark.parametrize(("only_a", "only_b", "n"), [(0, 6, 8), (0, 18, 20), (0, 1, 5), (1, 3, 5), (3, 1, 20)])
+def test_no_difference_outside_the_interval_explains_the_pairs(only_a: int, only_b: int, n: int) -> None:
+    """All ways in which n pairs can turn out, at every discordance rate, the least one included, where only one policy ever wins alone."""
+    cells = [(a, b) for a, b in itertools.product(range(n + 1), repeat=2) if a + b <= n]
+    counts = np.array([(a, b, n - a - b) for a, b in cells])
+    low, high = stats.difference_interval(only_a, only_b, n)
+    for delta, sign in ((low - 0.001, 1), (high + 0.001, -1)):  # 0.001: a rate between two of the grid may be worse by that
+        score = np.array([tango(a, b, n, delta) for a, b in cells])
+        extreme = sign * score >= sign * tango(only_a, only_b, n, delta) - 1e-9
+        least = max(0.0, -delta)
+        for share in np.linspace(0, 1, 301) ** 2:
+            loses = least + share * ((1 - delta) / 2 - least)
+            truth = [loses, loses + delta, max(0.0, 1 - 2 * loses - delta)]
+            assert multinomial.pmf(counts, n, truth)[extreme].sum() <= 0.025
+
+
+def tango(only_a: int, only_b: int, n: int, delta: float) -> float:
+    """B's rate less A's, less delta, by its deviation if delta were true (Tango 1998, equations 4 and 5)."""
+    loses = max(np.roots([2 * n, (2 * n + only_a - only_b) * delta - only_a - only_b, -only_a * delta * (1 - delta)]).real)
+    variance = n * (2 * loses + delta * (1 - delta))
+    gap = only_b - only_a - n * delta
+    return gap / math.sqrt(variance) if variance > 1e-9 else math.copysign(math.inf, gap)
+
+
 def test_the_score_at_no_difference_is_mcnemars() -> None:
     assert float(stats._score(3, 11, 40, 0.0)) ** 2 == pytest.approx(chi2.isf(chi2.sf((11 - 3) ** 2 / 14, 1), 1))
 

@@ -247,7 +247,10 @@ def _exact_p(only_a: int, only_b: int, n: int, delta: float) -> float:
     tail = np.where(least == 0, 1.0, bdtrc(np.maximum(least - 1, 0), np.maximum(total, 1), share))
     tail = np.where(least > total, 0.0, tail)
     sums = np.add.reduceat(chance * tail, starts)
-    return float(np.max(sums[discordant[starts] >= abs(delta)], initial=0.0))
+    # The least rate that a difference of delta allows lies between two of the grid: then all who disagree do it to one side
+    least_rate = binom.pmf(np.arange(n + 1), n, abs(delta))
+    one_sided = np.sum(least_rate[first <= (np.arange(n + 1) if delta > 0 else 0)])
+    return float(np.max(sums[discordant[starts] >= abs(delta)], initial=float(one_sided)))
 
 
 @lru_cache(maxsize=8)
