@@ -69,6 +69,27 @@ def test_the_place_a_thing_belongs_to_is_no_wrong_object_even_if_the_goal_names_
     assert failures.sort(replace(idle, objects=bumped, predicate_names=np.array(["in(soup, plate2_region)"]))) is Bin.WRONG_OBJECT
 
 
+@pytest.mark.parametrize(
+    ("soup_m", "milk_m", "wanted"),
+    [
+        (0.001, 0.0, Bin.NEVER_REACHED),  # as far as things drift by themselves
+        (0.008, 0.0, Bin.NOT_GRASPED),  # the fingers brushed it
+        (0.008, 0.02, Bin.NOT_GRASPED),
+        (0.14, 0.12, Bin.NOT_GRASPED),  # both were pushed, the right one farther
+        (0.008, 0.12, Bin.WRONG_OBJECT),
+        (0.0, 0.02, Bin.NEVER_REACHED),
+    ],
+)
+def test_who_pushed_two_objects_is_judged_by_the_one_pushed_farther(
+    make_runs: ModuleType, soup_m: float, milk_m: float, wanted: Bin
+) -> None:
+    idle = make_runs.episode("idle", 0)
+    pushed = idle.objects.copy()
+    pushed[40:, 0, 0] += soup_m
+    pushed[40:, 1, 1] -= milk_m
+    assert failures.sort(replace(idle, objects=pushed)) is wanted
+
+
 def test_where_the_goal_is_a_door_an_object_that_was_moved_instead_is_the_wrong_one(make_runs: ModuleType) -> None:
     wrong = make_runs.episode("wrong", 0)
     assert failures.sort(replace(wrong, predicate_names=np.array(["open(microwave)"]))) is Bin.WRONG_OBJECT

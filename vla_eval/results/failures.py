@@ -15,7 +15,8 @@ from ..types import BadRequest, EpisodeRecord
 from .folder import Episode, RunFolder
 from .report import CONTROL_HZ, control_hz, task_order
 
-MOVED_M = 0.03  # an object that lies farther from its start was moved by somebody, not by settling
+TOUCHED_M = 0.005  # whoever leaves an object alone finds it within 1 mm of its start
+MOVED_M = 0.03  # carried or pushed away, not brushed in passing
 PROGRESS_M = 0.01  # carried or pushed this far in the last second, a target was still on its way
 WINDOW_S = 1.0
 POLICY_ERRORS = ("InvalidAction", "PolicyFailed", "ContractMismatch")  # beginnings of an error record's message; the rest is the harness'
@@ -52,7 +53,8 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     What was reached and lost again says more than what is still missing, and what is still moving more than what was dropped before:
     so the questions come in that order. The targets are the objects that the goal's unmet conjuncts begin with; where a conjunct
     begins with something that does not move by itself (a door, a stove's knob), only the predicates and the other objects can be asked.
-    Where the hand is, is not asked: whoever came close and touched nothing has not reached the object.
+    An object that the goal does not name is the wrong one if it was held, or pushed farther than the target was. Where the hand is, is
+    not asked: whoever came close and touched nothing has not reached the object.
     """
     met = episode.predicates.astype(bool)  # [T+1, P]
     window = max(1, round(WINDOW_S * hz))
@@ -66,7 +68,7 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     place = episode.objects[..., :3].astype(np.float64)  # [T+1, K, 3] m
     recent = place[-1 - min(window, len(place) - 1) :]
     progressing = np.linalg.norm(recent[-1] - recent[0], axis=-1) >= PROGRESS_M  # [K]
-    moved = np.linalg.norm(place - place[0], axis=-1).max(axis=0) >= MOVED_M
+    farthest = np.linalg.norm(place - place[0], axis=-1).max(axis=0)  # [K] m
     ever_held = held.any(axis=0)
     held_now = held[-3:].any(axis=0)  # contact flickers
     if np.any(targets & held_now & progressing):
@@ -76,13 +78,14 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     if np.any(targets & ever_held):
         return Bin.LOST
     others = ~_named(episode)
-    if np.any(others & (ever_held | moved)):
+    elsewhere = (farthest >= MOVED_M) & (farthest > np.max(farthest, initial=0.0, where=targets))
+    if np.any(others & (ever_held | elsewhere)):
         return Bin.WRONG_OBJECT
     if not targets.any():
         return Bin.NO_OBJECT
-    if np.any(targets & moved & progressing):
+    if np.any(targets & (farthest >= MOVED_M) & progressing):
         return Bin.SLOW  # pushed, and still going
-    return Bin.NOT_GRASPED if np.any(targets & moved) else Bin.NEVER_REACHED
+    return Bin.NOT_GRASPED if np.any(targets & (farthest >= TOUCHED_M)) else Bin.NEVER_REACHED
 
 
 def bins(folder: RunFolder) -> dict[tuple[str, int], Bin]:
