@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -166,6 +168,35 @@ def test_a_disagreement_shows_both_films_at_one_time(page: Any, pages: dict[str,
 
 
 @browser_needed
+def test_films_that_have_ended_start_again_together(page: Any, pages: dict[str, Path]) -> None:
+    page.goto(pages["pair"].as_uri())
+    page.locator(".card").first.click()
+    page.wait_for_function("[...document.querySelectorAll('dialog video')].every(v => v.readyState >= 2)")
+    page.locator("dialog video").first.evaluate("v => { v.currentTime = 2.8; v.play(); }")
+    page.wait_for_function("[...document.querySelectorAll('dialog video')].every(v => v.ended)")
+    page.locator("dialog video").first.evaluate("v => v.play()")
+    page.wait_for_function("[...document.querySelectorAll('dialog video')].every(v => !v.ended && v.currentTime > 0.3)")
+    page.locator("dialog video").first.evaluate("v => { v.currentTime = 2.9; }")
+    page.wait_for_function("[...document.querySelectorAll('dialog video')].every(v => v.ended)")
+    page.locator("dialog video").nth(1).evaluate("v => { v.currentTime = 1; }")  # wound back by hand while nothing plays
+    page.wait_for_function("[...document.querySelectorAll('dialog video')].every(v => v.paused && Math.abs(v.currentTime - 1) < 0.05)")
+
+
+@browser_needed
+def test_a_card_shows_its_whole_contact_sheet_and_a_phone_can_read_it(page: Any, pages: dict[str, Path]) -> None:
+    page.goto(pages["review"].as_uri())
+    page.wait_for_function("document.querySelector('.card img').naturalWidth > 0")
+    shape = "i => [i.clientWidth / i.clientHeight, i.naturalWidth / i.naturalHeight, getComputedStyle(i).objectFit]"
+    shown, drawn, fit = page.locator(".card img").first.evaluate(shape)
+    assert (shown, fit) == (pytest.approx(drawn, rel=0.02), "fill")  # to a pixel: nothing is cut off or distorted
+    page.set_viewport_size({"width": 400, "height": 900})
+    page.locator(".card").first.click()
+    page.wait_for_function("document.querySelector('dialog .sheet').naturalWidth > 0")
+    assert page.locator("dialog .sheet").evaluate("i => i.clientWidth") >= 500  # five frames of a hundred pixels: it scrolls
+    assert page.locator("dialog .strip").evaluate("d => d.clientWidth") <= 400
+
+
+@browser_needed
 @pytest.mark.parametrize("name", ["review", "pair", "leaderboard"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_no_page_is_wider_than_its_window(page: Any, pages: dict[str, Path], name: str, width: int) -> None:
@@ -267,6 +298,20 @@ def test_an_empty_run_has_no_pages(make_runs: ModuleType, tmp_path: Path) -> Non
     with pytest.raises(BadRequest, match="no episode has been played"):
         review(folder, tmp_path / "pages")
     assert not (tmp_path / "pages").exists()
+
+
+def test_one_slow_answer_does_not_hide_the_others(make_runs: ModuleType, tmp_path: Path) -> None:
+    folder = make_runs.make_run(tmp_path, tasks=1)
+    even = (review(folder, tmp_path / "even").parent / "latency.svg").read_text()
+    assert ">p90 " in even
+    assert "deadline" not in even  # none was late
+    arrays = folder.episode("shop@fair/0", 0)
+    seconds = arrays.request_seconds.copy()
+    seconds[0, -1] = 12.0
+    folder.write_episode("shop@fair/0", 0, replace(arrays, request_seconds=seconds))
+    svg = (review(folder, tmp_path / "uneven").parent / "latency.svg").read_text()
+    assert ">deadline 200 ms<" in svg  # four steps at 20 Hz
+    assert {">100<", ">1000<", ">10000<"} <= set(re.findall(r">\d+<", svg))  # decades: twelve seconds are no mile away
 
 
 def test_the_same_run_makes_the_same_bytes(make_runs: ModuleType, tmp_path: Path) -> None:

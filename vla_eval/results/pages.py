@@ -28,7 +28,7 @@ from .compare import Comparison
 from .failures import Bin, bin_of, by_task
 from .folder import Episode, RunFolder
 from .leaderboard import Table, cell_text, identity_cells, tail_cells
-from .report import Report, between, control_hz, percent, report, task_order
+from .report import CONTROL_HZ, Report, between, control_hz, percent, report, task_order
 from .stats import percentiles
 
 HERE = Path(__file__).parent
@@ -56,7 +56,7 @@ def review(folder: RunFolder, out: Path) -> Path:
         plots = [
             _plot(out, "success.svg", "Success rate by task, with 95 % intervals", _success(found)),
             *([_plot(out, "failures.svg", "Failed and broken episodes by task", _failures(by_task(bins)))] if bins else []),
-            *([_plot(out, "latency.svg", "Time of the policy's answers", _latency(totals))] if totals else []),
+            *([_plot(out, "latency.svg", "Time of the policy's answers", _latency(totals, _deadline(found)))] if totals else []),
         ]
         return _page(
             out,
@@ -68,6 +68,7 @@ def review(folder: RunFolder, out: Path) -> Path:
             tables=_tables(found, bins),
             plots=plots,
             filters=["task", "outcome", "bin"],
+            failure="failure",
             episodes_title="Episodes",
         )
 
@@ -109,6 +110,7 @@ def review_pair(comparison: Comparison, a: RunFolder, b: RunFolder, out: Path) -
             ],
             plots=[],
             filters=["task", "solved by"],
+            failure="failure of B",
             episodes_title="Episodes that disagree",
         )
 
@@ -159,7 +161,7 @@ def _view(folder: RunFolder, record: EpisodeRecord, episode: Episode | None, bin
     """What is shown of one episode of one run."""
     told = [f"{name}: {record.outcome}", *([str(bin_)] if bin_ else []), f"{record.steps} steps, {record.seconds:.1f} s"]
     if answers := percentiles(_totals(episode)):
-        told.append(f"answers {1e3 * answers.p50:.3g} ms (median of {answers.n})")
+        told.append(f"answers {_ms(answers.p50)} (median of {answers.n})")
     if record.error:
         told.append(record.error)
     video, sheet = _media(folder, record, out)
@@ -265,18 +267,36 @@ def _task_axis(axes: Any, labels: Sequence[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _latency(totals: Sequence[float]) -> Figure:
+def _latency(totals: Sequence[float], deadline: float) -> Figure:
+    """Answers by their time, by its logarithm where they differ tenfold; `deadline` in seconds is shown if one came later."""
     figure = Figure(figsize=(6, 2.6), layout="constrained")
     axes = figure.subplots()
-    axes.hist(1e3 * np.array(totals), bins="auto" if len(totals) < 10_000 else 100, color=COLOURS[0])
+    ms = 1e3 * np.array(totals)
+    if 0 < 10 * ms.min() < ms.max():
+        axes.hist(ms, bins=np.geomspace(ms.min(), ms.max(), 41).tolist(), color=COLOURS[0])
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    else:
+        axes.hist(ms, bins="auto" if len(totals) < 10_000 else 100, color=COLOURS[0])
     found = percentiles(totals)
     assert found is not None
-    for name, value, colour in (("p50", found.p50, COLOURS[2]), ("p99", found.p99, COLOURS[1])):
-        axes.axvline(1e3 * value, color=colour, label=f"{name} {1e3 * value:.3g} ms")
+    for name, value, colour in (("p50", found.p50, COLOURS[2]), ("p90", found.p90, COLOURS[3]), ("p99", found.p99, COLOURS[1])):
+        axes.axvline(1e3 * value, color=colour, label=f"{name} {_ms(value)}")
+    if max(totals) > deadline:
+        axes.axvline(1e3 * deadline, color="#222222", linestyle="--", label=f"deadline {_ms(deadline)}")
     axes.set(xlabel=f"ms, {found.n} answers", ylabel="answers")
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _deadline(found: Report) -> float:
+    """Seconds until the steps executed from an answer have passed."""
+    return found.replan / (found.latency.control_hz if found.latency else CONTROL_HZ)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _totals(episode: Episode | None) -> list[float]:
@@ -293,8 +313,14 @@ def _tables(found: Report, bins: Mapping[tuple[str, int], Bin]) -> list[dict[str
     suite = [
         ["rate, every episode the same (micro)", percent(found.rate.value), f"n = {found.rate.n}"],
         ["rate, every task the same (macro)", percent(found.macro), f"{len(found.tasks)} tasks"],
-        ["95 % interval, clustered by task", between(found.clustered), ""],
-        *([["95 % anytime interval", between(found.anytime), ""]] if found.anytime else []),
+        *(
+            [["95 % anytime interval", between(found.anytime), ""]]
+            if found.anytime
+            else [
+                ["95 % interval of these tasks (Wilson)", between(found.rate.wilson), ""],
+                ["95 % interval of tasks like these (clustered)", between(found.clustered), ""],
+            ]
+        ),
     ]
     tables = [
         {"title": "Suite", "heads": ["", "", ""], "rows": suite},

@@ -60,7 +60,7 @@ function open(index) {
     } else box.append(make("p", "note", view.hint));
     const lines = make("div");
     box.append(lines);
-    if (view.sheet) { const image = make("img", "sheet"); image.alt = "contact sheet"; image.src = view.sheet; box.append(image); }
+    if (view.sheet) { const strip = make("div", "strip"), image = make("img", "sheet"); image.alt = "contact sheet"; image.src = view.sheet; strip.append(image); box.append(strip); }
     views.append(box);
     for (const line of view.lines) {
       const button = make("button", "line"), steps = Math.max(view.steps, 1);
@@ -87,7 +87,10 @@ function together(videos) {
     const others = videos.filter((other) => other !== video);
     video.addEventListener("play", () => others.forEach((o) => { if (o.paused && !o.ended) o.play(); }));
     video.addEventListener("pause", () => { if (!video.ended) others.forEach((o) => o.pause()); });
-    video.addEventListener("seeked", () => others.forEach((o) => { if (Math.abs(o.currentTime - video.currentTime) > 0.15) o.currentTime = Math.min(video.currentTime, o.duration || 0); }));
+    video.addEventListener("seeked", () => others.forEach((o) => {
+      if (Math.abs(o.currentTime - video.currentTime) > 0.15) o.currentTime = Math.min(video.currentTime, o.duration || 0);
+      if (!video.paused && o.paused && video.currentTime < o.duration) o.play();  // it had ended, and this one was wound back
+    }));
   }
 }
 
