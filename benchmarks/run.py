@@ -13,16 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _same import arrays, outcome
 
 import vla_eval
 from vla_eval.contract import open_env
 from vla_eval.policies.baseline import random
-from vla_eval.results.folder import Episode, RunFolder, open_run, untimed
+from vla_eval.results.folder import RunFolder, open_run
 from vla_eval.run.episode import episode_seed
 from vla_eval.run.loop import resume, start
 from vla_eval.run.manifest import hardware, versions
@@ -135,7 +136,7 @@ def same(folder: Path) -> dict[str, Any]:
     found = {}
     for name, how in {"1 worker": {"workers": 1}, "3 workers": {"workers": 3}, "3 workers, batch 2": {"workers": 3, "batch": 2}}.items():
         other = _played(Looks(), tasks, folder / name, **how, **given)
-        found[name] = _outcome(other) == _outcome(reference) and _arrays(other) == _arrays(reference)
+        found[name] = outcome(other) == outcome(reference) and arrays(other) == arrays(reference)
     return {"episodes": len(reference.manifest.ledger), "identical_to_no_worker": found}
 
 
@@ -169,9 +170,7 @@ with start(Slow(), load_tasks("toy"), trials=5, seed=5, workers=2, out=sys.argv[
         with resume(path, random(), tasks, workers=2, accept_revision=True) as run:  # an edit meanwhile is not what is measured
             list(run)
         now = open_run(path)
-        moments.append(
-            {"finished_before": before, "identical": _outcome(now) == _outcome(reference) and _arrays(now) == _arrays(reference)}
-        )
+        moments.append({"finished_before": before, "identical": outcome(now) == outcome(reference) and arrays(now) == arrays(reference)})
     return {
         "episodes": len(reference.manifest.ledger),
         "moments": len(moments),
@@ -208,20 +207,6 @@ def _played(policy: Policy, tasks: Sequence[Task], out: Path, **given: Any) -> R
         list(run)
     assert run.folder is not None
     return run.folder
-
-
-def _outcome(folder: RunFolder) -> list[Any]:
-    return sorted((untimed(record) for record in folder.records()), key=lambda record: (record.task, record.trial))
-
-
-def _arrays(folder: RunFolder) -> list[bytes]:
-    timed = ("request_seconds", "request_batch")
-    return [
-        getattr(folder.episode(*key), field.name).tobytes()
-        for key in folder.manifest.ledger
-        for field in fields(Episode)
-        if field.name not in timed
-    ]
 
 
 if __name__ == "__main__":
