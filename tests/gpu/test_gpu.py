@@ -108,9 +108,10 @@ def test_every_component_holds_its_gate_against_the_float32_graphs(
 @ROUTES
 def test_the_inspector_reports_every_plan(made: Make, model: str, direct: bool) -> None:
     for component in made(model, "fp16", direct).components.values():
-        report = record_of(plan_file(component, card_here()))["inspection"]
-        assert isinstance(report, dict), report
-        assert report["Layers"]
+        said = record_of(plan_file(component, card_here()))
+        assert isinstance(said["inspection"], dict), said["inspection"]
+        assert said["inspection"]["Layers"]
+        assert said["scratch_bytes"] >= 0  # what room is made sure for before the plan is loaded
 
 
 @ROUTES
