@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.arrays import read_npz
-from vla_eval.engines.bundle import Bundle
-from vla_eval.engines.engine import Engine, Tensor, load_engines
+from vla_eval.engines.bundle import Bundle, Component
+from vla_eval.engines.card import Card
+from vla_eval.engines.engine import Engine, Tensor, chosen, load_engines
 from vla_eval.engines.verify import SELFTEST, selftest
 from vla_eval.types import ContractMismatch, TensorSpec, Vector
 
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
 
 class Components:
-    """A bundle's components, loaded; `engines` replaces loading them."""
+    """A bundle's components, loaded; `engines` replaces loading them, `own` makes some of them in place of TensorRT on its card."""
 
-    def __init__(self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None,
+        own: Mapping[str, Callable[[Component, Card], Engine | None]] | None = None,
+    ) -> None:  # fmt: skip
         """Raises BadRequest for a component that is missing or that the backend cannot run."""
-        self.engines = load_engines([bundle.component(name) for name in names], backend) if engines is None else dict(engines)
+        self.engines = _load([bundle.component(name) for name in names], backend, own or {}) if engines is None else dict(engines)
         self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self.engines.items()}
         self.about = {name: dict(engine.about) for name, engine in self.engines.items()}
         if (plans := self.plans) is not None and (file := bundle.path / SELFTEST).is_file():
@@ -38,7 +42,7 @@ class Components:
     @property
     def plans(self) -> Mapping[str, TrtEngine] | None:
         """The engines where TensorRT runs every one of them, in one stream: a request can then stay on the card."""
-        if {about["backend"] for about in self.about.values()} - {"tensorrt", "tensorrt_rtx"}:
+        if {about["backend"] for about in self.about.values()} - {"tensorrt", "tensorrt_rtx", "kernels"}:
             return None
         return cast("Mapping[str, TrtEngine]", self.engines)
 
@@ -85,3 +89,16 @@ def position_ids(batch: int, length: int) -> NDArray[np.int32]:
 
 def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
+
+
+def _load(
+    components: Sequence[Component], backend: str, own: Mapping[str, Callable[[Component, Card], Engine | None]]
+) -> dict[str, Engine]:
+    if not own or chosen(components, backend) != "tensorrt":
+        return load_engines(components, backend)
+    from vla_eval.engines.trt_run import load_plans
+
+    card = Card()
+    made = {component.name: own[component.name](component, card) for component in components if component.name in own}
+    engines: dict[str, Engine] = {name: engine for name, engine in made.items() if engine is not None}
+    return {**load_plans([component for component in components if component.name not in engines], card), **engines}

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from vla_eval.engines.card import Buffer, Card
-from vla_eval.engines.trt_run import Bound, TrtEngine
-from vla_eval.types import Vector
+from vla_eval.types import TensorSpec, Vector
 
 from .components import check_inputs
+
+
+class Bound(Protocol):
+    """A component whose shapes are fixed, with its outputs' buffers."""
+
+    outputs: dict[str, Buffer]
+
+    def set(self, name: str, buffer: Buffer) -> None: ...
+    def close(self) -> None: ...
+
+
+B_co = TypeVar("B_co", bound=Bound, covariant=True)
+B = TypeVar("B", bound=Bound)
+
+
+class Bindable(Protocol[B_co]):
+    """An engine on the card."""
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]: ...
+    def bind(self, shapes: Mapping[str, Sequence[int]]) -> B_co: ...
 
 
 class Kept:
@@ -42,7 +63,7 @@ class Kept:
         self._pairs.append(pair)
         return pair
 
-    def bind(self, component: str, engine: TrtEngine, inputs: Mapping[str, Buffer]) -> Bound:
+    def bind(self, component: str, engine: Bindable[B], inputs: Mapping[str, Buffer]) -> B:
         """The engine with these inputs, outputs allocated. Raises ContractMismatch where it takes others."""
         check_inputs(component, {spec.name for spec in engine.inputs}, inputs)
         bound = engine.bind({name: buffer.shape for name, buffer in inputs.items()})

@@ -15,6 +15,7 @@ from vla_eval.types import Vector
 
 from ..components import most, position_ids
 from ..on_card import Kept
+from .dit import DitBound
 from .processor import Layout, prompt_rotary, vision_tables
 
 if TYPE_CHECKING:
@@ -148,10 +149,13 @@ class Gr00tBody:
 
     def _denoise(self) -> None:
         steps = len(self._tables.modulation)
-        for modulation, bias in zip(self._tables.modulation, self._tables.time_bias, strict=True):
-            self.action.set("adanorm_modulation", modulation)
-            self.action.set("action_time_bias", bias)
-            self.action.enqueue()
+        for step, (modulation, bias) in enumerate(zip(self._tables.modulation, self._tables.time_bias, strict=True)):
+            if isinstance(self.action, DitBound):
+                self.action.enqueue(step, fresh=step == 0)
+            else:
+                self.action.set("adanorm_modulation", modulation)
+                self.action.set("action_time_bias", bias)
+                self.action.enqueue()
             self._card.euler(self._x, self.action.outputs["velocity"], 1.0 / steps)  # time runs from noise to data
 
     def _download(self) -> None:

@@ -146,7 +146,7 @@ class Gr00tPolicy:
         return batch
 
 
-def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None) -> Gr00tPolicy:
+def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None, loop: str = "auto") -> Gr00tPolicy:
     """The policy of a bundle, its engines loaded. Raises BadRequest or ContractMismatch, in one sentence, for one that does not hold."""
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     if bundle.model != "gr00t":
@@ -154,7 +154,7 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
     contract = load(bundle.path / "action" / "policy.json")
     rows, columns = seen_grid(contract.pictures)
     tokens = Tokens(bundle.path / "tokenizer", contract.prompt, rows * columns // MERGE**2)
-    return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps))
+    return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps, loop=loop))
 
 
 def _texts(value: Any, key: str, batch: int) -> Sequence[str]:

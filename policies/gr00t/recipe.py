@@ -21,10 +21,11 @@ from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights,
 from vla_eval.types import BadRequest, Vector
 
 from ..components import position_ids
-from . import network
+from . import dit, network
 from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, geometry_from, not_needed, read_architecture, read_geometry
-from .contract import MERGE, Contract, from_checkpoint, parse
+from .contract import FRAMES, MERGE, PATCH, Contract, from_checkpoint, parse
 from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
+from .runtime import DEEPSTACK
 from .tables import action_time_bias, adanorm_modulation, buckets
 
 COMPONENTS = ("visual", "vl_backbone", "action")
@@ -55,6 +56,7 @@ def recipe(
     components: Sequence[str] = COMPONENTS,
     geometry: Path | None = None,
     tokenizer: Path | None = None,
+    kernels: bool = False,
     direct: bool = False,
 ) -> Bundle:
     """Export a GR00T N1.7 checkpoint: ONNX graphs, constant tables and the policy's contract, all checked before a byte is written.
@@ -70,6 +72,7 @@ def recipe(
         components: Only some of them, such as visual,action.
         geometry: A JSON file that declares another backbone than the released one.
         tokenizer: The backbone's tokenizer folder, if the checkpoint has none.
+        kernels: Also the denoise step's weights for kernels of our own, which a request for one robot then runs on an H100 or H200.
         direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
     """
     checkpoint, folder = Path(checkpoint), Path(tokenizer) if tokenizer else Path(checkpoint) / "tokenizer"
@@ -87,12 +90,13 @@ def recipe(
             f"{folder}: the token of a picture is {tokens.image_token}, the geometry says {a.geometry.token_ids['image_pad']}; "
             "this is the tokenizer of another backbone"
         )
+    form = _kernels_form(a, stored.weights, dtype, batch) if kernels else None
     table = token_table(stored, EMBEDDING, HEAD)
     stored.check_numbers(FLOAT16_LIMIT if dtype == "fp16" else math.inf)
 
     options = {
         "dtype": dtype, "batch": batch, "steps": sorted(set(steps)), "max_text": max_text, "embodiment_id": slot,
-        "views": len(contract.cameras), "grid": [rows, columns], "geometry": asdict(a.geometry),
+        "views": len(contract.cameras), "grid": [rows, columns], "geometry": asdict(a.geometry), **({"kernels": True} if kernels else {}),
     }  # fmt: skip
     sizes = _sizes(contract, tokens, batch, rows * columns, max_text)
     with staged(out, Identity("gr00t", "direct" if direct else "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
@@ -110,6 +114,9 @@ def recipe(
                         ("action_time_bias", action_time_bias(a, stored.weights, n, slot)),
                     ):
                         _write(stage, component, name, dtype, numbers.shape, [numbers], suffix=f".{n}")
+                if form is not None:
+                    extra["dit"] = asdict(form)
+                    _write_kernels(stage, a, form, stored.weights, slot, dtype, sorted(set(steps)))
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
         if set(components) == set(COMPONENTS):
             stored.check_all_read(not_needed(stored, a))
@@ -175,6 +182,27 @@ def _selftest(
     return {f"{where}/{name}": array for where, arrays in inputs.items() for name, array in arrays.items()}
 
 
+def _kernels_form(a: Architecture, w: Weights, dtype: str, batch: int) -> dit.Shape:
+    """The network as the kernels know it. Raises BadRequest for one that they do not take."""
+    if dtype == "fp32":
+        raise BadRequest("--kernels run in half precision: choose --dtype fp16 or bf16")
+    if batch != 1:
+        raise BadRequest(f"--kernels answer one robot at a time, not --batch {batch}; leave one of the two out")
+    form = dit.Shape.of(a, w)
+    dit.check_shape(form)
+    return form
+
+
+def _write_kernels(stage: Stage, a: Architecture, form: dit.Shape, w: Weights, slot: int, dtype: str, steps: Sequence[int]) -> None:
+    kind = NUMPY[PRECISIONS[dtype]]
+    write_tensors(stage.file("action", f"{dit.PACKED}.safetensors"), dict(dit.packed(form, w, slot, kind)))
+    made = dit.layers(form, w, slot)
+    for n in steps:
+        tables = dit.step_constants(form, made, adanorm_modulation(a, w, n), action_time_bias(a, w, n, slot))
+        entries = {name: (np.float32, numbers.shape, [numbers]) for name, numbers in tables.items()}
+        write_tensors(stage.file("action", f"{dit.PACKED}.{n}.safetensors"), entries)
+
+
 def _write(stage: Stage, component: str, name: str, dtype: str, shape: Sequence[int], pieces: Any, *, suffix: str = "") -> None:
     write_tensors(stage.file(component, f"{name}{suffix}.safetensors"), {name: (NUMPY[PRECISIONS[dtype]], shape, pieces)})
 
@@ -215,6 +243,13 @@ def _check_contract(checkpoint: Path, contract: Contract, a: Architecture, steps
     ):
         if said != built:
             raise BadRequest(f"{checkpoint}: {what} is {said} in processor_config.json, {built} in the network: two checkpoints mixed")
+    v = a.vision
+    for what, said, built in (
+        ("vision.patch", v.patch, PATCH), ("vision.temporal_patch", v.temporal_patch, FRAMES), ("vision.merge", v.merge, MERGE),
+        ("number of vision.deepstack_after_blocks", len(v.deepstack_after_blocks), DEEPSTACK),
+    ):  # fmt: skip
+        if said != built:
+            raise BadRequest(f"{checkpoint}: the geometry's {what} is {said}; pictures are packed for {built} alone")
     if not 0 <= contract.embodiment_id < a.embodiments:
         raise BadRequest(f"{checkpoint}: embodiment {contract.embodiment_id} has no slot, the checkpoint has {a.embodiments} of them")
     if max(steps) > a.buckets:

@@ -35,6 +35,13 @@ class Buffer:
     def bytes(self) -> int:
         return math.prod(self.shape) * np.dtype(NUMPY[self.dtype]).itemsize  # type: ignore[index]
 
+    def part(self, first: int, shape: Sequence[int]) -> Buffer:
+        """The same memory from number `first` on, in another shape; it is freed with the whole."""
+        size = np.dtype(NUMPY[self.dtype]).itemsize  # type: ignore[index]
+        view = Buffer(self.card, self.pointer + first * size, tuple(shape), self.dtype)
+        assert view.pointer + view.bytes <= self.pointer + self.bytes
+        return view
+
     def to_host(self) -> Vector:
         """A copy as a numpy array; waits for the stream."""
         host = np.empty(self.shape, NUMPY[self.dtype])  # type: ignore[index]
@@ -72,9 +79,7 @@ class Card:
         self.stream = int(self._call(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
         self.allocated = 0  # bytes in buffers
         self._owned: dict[object, tuple[Any, Any]] = {}  # how to free what, oldest first
-        module = self._call(driver.cuModuleLoadData(kernels.compiled(self.sm)))
-        self._owned["kernels"] = driver.cuModuleUnload, module
-        self._kernels = {name: self._call(driver.cuModuleGetFunction(module, name.encode())) for name in kernels.NAMES}
+        self._kernels = self.kernels(kernels.compiled(kernels.SOURCE, self.sm), kernels.NAMES)
         self._close = weakref.finalize(self, _release, self._owned, runtime, self.stream)
 
     # memory
@@ -160,6 +165,41 @@ class Card:
         """One of `kernels.NAMES`; arguments are (value, ctypes type)."""
         values, types = tuple(value for value, _ in arguments), tuple(kind for _, kind in arguments)
         self._call(self._driver.cuLaunchKernel(self._kernels[name], blocks, 1, 1, threads, 1, 1, 0, self.stream, (values, types), 0))
+
+    def kernels(self, code: bytes, names: Sequence[str]) -> dict[str, Any]:
+        """Kernels out of machine code for this card, by name; they stay until the card is closed."""
+        module = self._call(self._driver.cuModuleLoadData(code))
+        self._owned["module", len(self._owned), id(module)] = self._driver.cuModuleUnload, module
+        return {name: self._call(self._driver.cuModuleGetFunction(module, name.encode())) for name in names}
+
+    def allow_shared(self, kernel: Any, size: int) -> None:
+        """Let blocks of the kernel have that many bytes of shared memory."""
+        most = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._call(self._driver.cuFuncSetAttribute(kernel, most, size))
+
+    def launch_kernel(
+        self, kernel: Any, argument: ctypes.Structure, blocks: int, threads: int, *, cluster: int = 1, shared: int = 0, early: bool = False
+    ) -> None:
+        """A kernel with one structure as its argument; `early` lets it begin before its predecessor has ended: it must wait itself."""
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, self.stream
+        attributes = []
+        if cluster > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+            attributes.append(attribute)
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(attribute)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        self._call(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(arguments), 0))
 
     def euler(self, x: Buffer, v: Buffer, dt: float) -> None:
         """x += dt·v, both float32."""

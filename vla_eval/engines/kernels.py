@@ -64,8 +64,8 @@ def narrow(x: NDArray[np.float32], dtype: str) -> Vector:
     return narrowed
 
 
-def compiled(sm: str) -> bytes:
-    """The kernels as machine code for a card such as "sm90". Raises VlaEvalError with the compiler's words."""
+def compiled(source: str, sm: str, *options: str) -> bytes:
+    """CUDA source as machine code for a card such as "sm90". Raises VlaEvalError with the compiler's words."""
     from cuda.bindings import nvrtc
 
     def checked(answer: Any) -> Any:
@@ -75,8 +75,9 @@ def compiled(sm: str) -> bytes:
         return rest[0] if rest else None
 
     program: Any = None
-    program = checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"kernels.cu", 0, [], []))
-    checked(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture=sm_{sm.removeprefix('sm')}".encode()]))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    given = [option.encode() for option in (f"--gpu-architecture=sm_{sm.removeprefix('sm')}", *options)]
+    checked(nvrtc.nvrtcCompileProgram(program, len(given), given))
     code: bytes = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, code))
     nvrtc.nvrtcDestroyProgram(program)

@@ -1,0 +1,398 @@
+"""A denoise step of GR00T's DiT in kernels of our own: what they multiply, in which order, and the engine that runs them.
+
+The step is the `action` component's, with what is linear after linear folded beforehand. T = 1 + horizon rows: the state, then the actions.
+W wide, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vla_eval.engines.bundle import Component
+from vla_eval.engines.card import Buffer, Card
+from vla_eval.engines.engine import Tensor, check_inputs
+from vla_eval.engines.few_rows import CARD, COPIES, FewRows, Product, pack, rows_on_card, tile_for
+from vla_eval.engines.graph import NUMPY
+from vla_eval.engines.weights import Tensor as Stored
+from vla_eval.engines.weights import Weights
+from vla_eval.types import BadRequest, ContractMismatch, Vector
+
+from .configuration import Architecture
+from .network import DIT_EPS, DIT_OUT_EPS
+
+Array = NDArray[np.float32]
+PACKED = "dit"  # {PACKED}.safetensors: packed weights and what depends on no step; {PACKED}.{steps}.safetensors: what does
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the kernels must know of the network; stored in the component's config.json."""
+
+    layers: int
+    heads: int
+    head_width: int
+    hidden: int
+    inner: int
+    action: int
+    state: int
+    horizon: int
+    text_every: int
+
+    @classmethod
+    def of(cls, a: Architecture, w: Weights) -> Shape:
+        inner = w["action_head.model.transformer_blocks.0.ff.net.0.proj.weight"].shape[0]
+        return cls(a.dit_layers, a.dit_heads, a.dit_head_dim, a.hidden, inner, a.action_dim, a.state_dim, a.horizon, a.text_every)
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def rows(self) -> int:
+        return 1 + self.horizon
+
+    def crosses(self, block: int) -> bool:
+        """Whether the block looks at pictures and text, not at the actions."""
+        return block % 2 == 0
+
+    def sees(self, block: int) -> str:
+        """What a block that crosses looks at."""
+        return "text" if block % (2 * self.text_every) == 0 else "image"
+
+
+def products(s: Shape) -> dict[str, Product]:
+    """Every product by name, in the order of a request."""
+    w = s.width
+    found = {
+        "state_in": Product(s.state, s.hidden, out="RELU"), "state_out": Product(s.hidden, w),
+        "encode_in": Product(s.action, w, out="SILU"), "encode_out": Product(w, w, out="RESIDUAL"),
+    }  # fmt: skip
+    for i in range(s.layers):
+        found[f"{i}.in"] = Product(w, w if s.crosses(i) else 3 * w, "LAYER")
+        found[f"{i}.out"] = Product(w, w, out="RESIDUAL")
+        found[f"{i}.up"] = Product(w, s.inner, "LAYER", "GELU")
+        found[f"{i}.down"] = Product(s.inner, w, out="RESIDUAL")
+    found["decode_in"] = Product(w, s.hidden, "LAYER", "RELU")
+    found["decode_out"] = Product(s.hidden, s.action, out="VELOCITY")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights [N, K] and bias [N] of a product, read when they are asked for."""
+
+    weight: Callable[[], Array]
+    bias: Callable[[], Array]
+
+
+def layers(s: Shape, w: Weights, slot: int) -> dict[str, Layer]:
+    """The products' weights from the checkpoint, `slot` the embodiment's."""
+    head, blocks = w.under("action_head"), w.under("action_head.model.transformer_blocks")
+
+    def of_slot(name: str) -> Layer:  # stored [slot, in, out]
+        return Layer(lambda: _float(head[f"{name}.W"].row(slot)).T, lambda: _float(head[f"{name}.b"].row(slot)))
+
+    def plain(*parts: Weights) -> Layer:
+        return Layer(
+            lambda: np.concatenate([_float(part["weight"]) for part in parts]),
+            lambda: np.concatenate([_float(part["bias"]) for part in parts]),
+        )
+
+    def after(first: Layer, then: Layer) -> Layer:
+        """One product in place of two; the bias is the first one's alone."""
+        return Layer(lambda: then.weight() @ first.weight(), lambda: then.weight() @ first.bias())
+
+    upper = Layer(lambda: _float(head["action_encoder.W2.W"].row(slot).rows(0, s.width)).T, lambda: np.zeros(s.width, np.float32))
+    found = {
+        "state_in": of_slot("state_encoder.layer1"), "state_out": of_slot("state_encoder.layer2"),
+        "encode_in": after(of_slot("action_encoder.W1"), upper), "encode_out": of_slot("action_encoder.W3"),
+    }  # fmt: skip
+    for i in range(s.layers):
+        block = blocks.under(i)
+        attention = block.under("attn1")
+        found[f"{i}.in"] = plain(*(attention.under(part) for part in (("to_q",) if s.crosses(i) else ("to_q", "to_k", "to_v"))))
+        found[f"{i}.out"] = plain(attention.under("to_out.0"))
+        found[f"{i}.up"] = plain(block.under("ff.net.0.proj"))
+        found[f"{i}.down"] = plain(block.under("ff.net.2"))
+    last, decoder = plain(head.under("model.proj_out_2")), of_slot("action_decoder.layer1")
+    folded = after(last, decoder)
+    found["decode_in"] = Layer(folded.weight, lambda: folded.bias() + decoder.bias())
+    found["decode_out"] = of_slot("action_decoder.layer2")
+    return found
+
+
+def constants(s: Shape, w: Weights, made: Mapping[str, Layer]) -> dict[str, Array]:
+    """Vectors that are the same in every step: biases, what a plain norm's mean takes away, and the actions' positions [T, W]."""
+    normed = {name for name, product in products(s).items() if product.norm != "NONE"}
+    found = {f"{name}.bias": layer.bias() for name, layer in made.items() if name not in normed or name.endswith(".up")}
+    found |= {f"{name}.lost": made[name].weight().sum(1) for name in normed if name.endswith(".up")}
+    places = np.zeros((s.rows, s.width), np.float32)  # the state's row is filled by every request, and takes no bias of the actions'
+    places[1:] = _float(w["action_head.position_embedding.weight"].rows(0, s.horizon)) + found.pop("encode_out.bias")
+    return {**found, "places": places}
+
+
+def step_constants(s: Shape, made: Mapping[str, Layer], modulation: Array, time_bias: Array) -> dict[str, Array]:
+    """Vectors [steps, N] that depend on the step, from [steps, L + 1, 2 W] and [steps, W]."""
+    found = {"encode_in.late": time_bias}
+    for i in range(s.layers + 1):
+        halves = modulation[:, i, : s.width], modulation[:, i, s.width :]
+        scale, shift = halves if i < s.layers else halves[::-1]
+        name = f"{i}.in" if i < s.layers else "decode_in"
+        weight = made[name].weight()
+        found[f"{name}.lost"] = (1 + scale) @ weight.T
+        found[f"{name}.bias"] = shift @ weight.T + made[name].bias()
+        found["encode_out.scale" if i == 0 else f"{i - 1}.down.scale"] = 1 + scale
+    return {name: np.ascontiguousarray(numbers, np.float32) for name, numbers in found.items()}
+
+
+class Arithmetic(Protocol):
+    """Where a step is computed: buffers go by name, vectors by the product's name and the step."""
+
+    def begin(self, source: str, *, rows: int | None = None) -> None: ...
+    def product(
+        self, name: str, step: int, source: str, *, narrow: str | None = None, wide: str | None = None, base: str | None = None,
+        stats: int | None = None, told: int | None = None, rows: int | None = None,
+    ) -> None: ...  # fmt: skip
+    def attention(self, block: int) -> None: ...
+
+
+def state_row(do: Arithmetic) -> None:
+    """The state's row of `places`: once for a request."""
+    do.begin("state", rows=1)
+    do.product("state_in", 0, "given", narrow="head", rows=1)
+    do.product("state_out", 0, "head", wide="places", rows=1)
+
+
+def denoise_step(do: Arithmetic, s: Shape, step: int) -> None:
+    """`noise_trajectory` to `velocity`. `rows` are what the next norm reads, `wide` the same in float32, `stats` their sums' place."""
+    do.begin("noise_trajectory")
+    do.product("encode_in", step, "given", narrow="seen")
+    do.product("encode_out", step, "seen", base="places", wide="wide", narrow="rows", told=0)
+    for i in range(s.layers):
+        do.product(f"{i}.in", step, "rows", stats=2 * i, narrow="asked")
+        do.attention(i)
+        do.product(f"{i}.out", step, "seen", base="wide", wide="wide", narrow="rows", told=2 * i + 1)
+        do.product(f"{i}.up", step, "rows", stats=2 * i + 1, narrow="inner")
+        do.product(f"{i}.down", step, "inner", base="wide", wide="wide", narrow="rows", told=2 * i + 2)
+    do.product("decode_in", step, "rows", stats=2 * s.layers, narrow="head")
+    do.product("decode_out", step, "head", wide="velocity")
+
+
+def eps_of(name: str) -> float:
+    """Of the norm before a product."""
+    return DIT_OUT_EPS if name == "decode_in" else DIT_EPS
+
+
+# on a card
+
+
+def check_shape(s: Shape) -> None:
+    """Raises BadRequest for a network that the kernels do not take."""
+    try:
+        if s.width % 64 or s.head_width % 16 or s.rows > 48:
+            raise ValueError(f"{s.width} wide, heads of {s.head_width}, {s.rows} rows")
+        for product in set(products(s).values()):
+            tile_for(product, 48)
+    except ValueError as error:
+        raise BadRequest(f"--kernels: they take widths in multiples of 64, heads in multiples of 16 and 48 rows ({error})") from error
+
+
+def packed(s: Shape, w: Weights, slot: int, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
+    """What `write_tensors` wants for {PACKED}.safetensors: weights in half precision, packed one at a time."""
+    made, plan = layers(s, w, slot), products(s)
+    tiles = {product: tile_for(product, 48) for product in plan.values()}
+    for name, product in plan.items():
+        tile = tiles[product]
+
+        def piece(name: str = name, product: Product = product) -> Iterator[Vector]:
+            with np.errstate(over="ignore"):
+                rounded: Vector = made[name].weight().astype(kind)
+            if not np.isfinite(rounded).all():
+                raise BadRequest(f"--kernels: the weights of {name!r}, folded, are too large for float16; choose --dtype bf16")
+            yield pack(rounded, tiles[product])
+
+        yield f"{name}.weight", (kind, (tile.outputs * tile.inputs,), piece())
+    for name, numbers in constants(s, w, made).items():
+        yield name, (np.float32, numbers.shape, iter([numbers]))
+
+
+class DitEngine:
+    """The `action` component in kernels of our own, behind the protocol of a TensorRT engine, for one robot."""
+
+    def __init__(self, component: Component, card: Card, modulation: Vector, time_bias: Vector) -> None:
+        """Raises BadRequest for a component without packed weights, ContractMismatch for one of another network."""
+        self.where, self.component, self.card = str(component.folder), component, card
+        self.inputs, self.outputs = component.inputs, component.outputs
+        self.shape = Shape(**component.config["builder_config"]["dit"])
+        self._modulation, self._time_bias = modulation, time_bias
+        plan = products(self.shape)
+        self.kernels = FewRows(card, [*plan.values()], self.shape.rows, dtype=component.dtype, head_width=self.shape.head_width)
+        self.plan = plan
+        self.vectors: dict[str, Buffer | list[Buffer]] = {}
+        for name, numbers in component.tensors(f"{PACKED}.safetensors").items():
+            if name == "places":
+                self.places = rows_on_card(numbers, self.kernels.padded)
+                continue
+            if (
+                name.endswith(".weight")
+                and numbers.size != (tile := self.kernels.tiles[plan[name.removesuffix(".weight")]]).outputs * tile.inputs
+            ):
+                raise ContractMismatch(f"{self.where}: {name!r} is packed for another tile; export the component again")
+            self.vectors[name] = card.load(_padded(numbers))
+        for name, numbers in component.tensors(f"{PACKED}.{len(modulation)}.safetensors").items():
+            kind = time_bias.dtype if name.endswith(".late") else np.dtype(np.float32)
+            self.vectors[name] = [card.load(_padded(row.astype(kind))) for row in numbers]
+        about = {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
+        self.about: dict[str, str] = about
+        self._asked: DitBound | None = None  # of the last call
+
+    def bind(self, shapes: Mapping[str, Sequence[int]]) -> DitBound:
+        """Buffers for a prompt's length. Raises BadRequest for more rows or tokens than the kernels take."""
+        if shapes["state"][0] != 1:
+            raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option loop=engine")
+        if (tokens := shapes["text_attention_mask"][-1]) > (most := self.kernels.most_keys()):
+            raise BadRequest(f"{self.where}: the kernels take prompts of {most} tokens, this one has {tokens}; take --option loop=engine")
+        return DitBound(self, tokens)
+
+    def step_of(self, modulation: Vector, time_bias: Vector) -> int:
+        """The step whose constants these are. Raises BadRequest for others: what depends on them was computed beforehand."""
+        for step, (row, bias) in enumerate(zip(self._modulation, self._time_bias, strict=True)):
+            if np.array_equal(row, modulation) and np.array_equal(bias, time_bias):
+                return step
+        raise BadRequest(f"{self.where}: these are the time constants of no step of {len(self._modulation)}; take --option loop=engine")
+
+    def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """As an engine: host arrays or buffers in, buffers out."""
+        check_inputs(self.where, self.inputs, inputs)
+        rows = [inputs[name] for name in ("adanorm_modulation", "action_time_bias")]
+        step = self.step_of(*(row if isinstance(row, np.ndarray) else row.to_host() for row in rows))
+        tokens = inputs["text_attention_mask"].shape[-1]
+        if self._asked is None or self._asked.tokens != tokens:
+            if self._asked is not None:
+                self._asked.close()
+            self._asked = self.bind({name: tensor.shape for name, tensor in inputs.items()})
+        for name, tensor in inputs.items():
+            self._asked.feed(name, tensor)
+        self._asked.enqueue(step, fresh=True)
+        return dict(self._asked.outputs)
+
+
+class DitBound:
+    """The buffers of one prompt length, and what is enqueued on them."""
+
+    def __init__(self, engine: DitEngine, tokens: int) -> None:
+        self._engine, self._card, self.tokens = engine, engine.card, tokens
+        self._fed: dict[str, Buffer] = {}  # copies of host arrays
+        s, kernels, kind = engine.shape, engine.kernels, engine.component.dtype
+        self._kept: list[Buffer] = []
+        r = kernels.padded
+
+        def zeros(shape: Sequence[int], dtype: str) -> Buffer:  # padding is never written again
+            return self.keep(self._card.load(np.zeros(shape, NUMPY[dtype])))  # type: ignore[index]
+
+        self._given = -(-max(s.action, s.state) // 16) * 16
+        sizes = {"given": self._given, "seen": s.width, "rows": s.width, "inner": s.inner, "head": s.hidden}
+        self._buffers = {name: zeros((size // 8, r, 8), kind) for name, size in sizes.items()}
+        self._buffers["asked"] = zeros((s.rows, 3 * s.width), kind)
+        self._buffers["wide"] = zeros((s.width // 8, r, 8), "float32")
+        self._buffers["places"] = self.keep(self._card.load(engine.places))
+        self._buffers["velocity"] = self.keep(self._card.empty((1, s.horizon, s.action), "float32"))
+        self._slots = 2 * s.layers + 1
+        self._sums = zeros((self._slots, COPIES * r * 2), "int64")
+        self.outputs = {"velocity": self._buffers["velocity"]}
+
+    def keep(self, buffer: Buffer) -> Buffer:
+        """A buffer to free with the others."""
+        self._kept.append(buffer)
+        return buffer
+
+    def set(self, name: str, buffer: Buffer) -> None:
+        """Bind an input, without a copy."""
+        self._buffers[name] = buffer
+
+    def feed(self, name: str, tensor: Tensor) -> None:
+        """Bind a buffer as it is, or a copy of a host array."""
+        if isinstance(tensor, Buffer):
+            self.set(name, tensor)
+            return
+        array = np.ascontiguousarray(tensor if isinstance(tensor, np.ndarray) else tensor.to_host())
+        if name not in self._fed:
+            self._fed[name] = self.keep(self._card.load(array))
+        self._card.upload(array, self._fed[name])
+        self._card.wait()  # the array is the caller's again
+        self.set(name, self._fed[name])
+
+    def enqueue(self, step: int, *, fresh: bool) -> None:
+        """Give a step's work to the stream; `fresh` where the state may be another than in the step before."""
+        if fresh:
+            state_row(self)
+        denoise_step(self, self._engine.shape, step)
+
+    def begin(self, source: str, *, rows: int | None = None) -> None:
+        s = self._engine.shape
+        alone = rows is not None
+        self._engine.kernels.begin(
+            x=self._buffers[source], out=self._buffers["given"], stats=self._sums, first=0 if alone else 1, padded=self._given,
+            rows=s.rows if rows is None else rows, width=s.state if alone else s.action, slots=self._slots,
+        )  # fmt: skip
+
+    def product(
+        self, name: str, step: int, source: str, *, narrow: str | None = None, wide: str | None = None, base: str | None = None,
+        stats: int | None = None, told: int | None = None, rows: int | None = None,
+    ) -> None:  # fmt: skip
+        s, b = self._engine.shape, self._buffers
+        values: dict[str, Any] = {"rows_in": b[source], "first": 1 if rows is None else 0, "eps": eps_of(name)}
+        for field in ("weight", "bias", "lost", "late", "scale"):
+            if (vector := self._engine.vectors.get(f"{name}.{field}")) is not None:
+                values[field] = vector[step] if isinstance(vector, list) else vector
+        for field, buffer in (("narrow", narrow), ("wide", wide), ("base", base)):
+            if buffer is not None:
+                values[field] = b[buffer]
+        for field, slot in (("stats", stats), ("told", told)):
+            if slot is not None:
+                values[field] = self._sums.part(slot * self._sums.shape[1], self._sums.shape[1:])
+        if narrow == "asked" or wide == "velocity":
+            values["out_width"] = 3 * s.width if narrow == "asked" else s.action
+        self._engine.kernels.product(self._engine.plan[name], rows=rows, **values)
+
+    def attention(self, block: int) -> None:
+        s, b = self._engine.shape, self._buffers
+        asked = b["asked"]
+        if s.crosses(block):
+            values = {
+                "k": b[f"cross_k_layer{block:02d}"],
+                "v": b[f"cross_v_layer{block:02d}"],
+                "mask": b[f"{s.sees(block)}_attention_mask"],
+            }
+            keys, stride, constant = self.tokens, s.width, 1
+        else:
+            rest = (s.rows * 3 - 2) * s.width
+            values = {"k": asked.part(s.width, (rest,)), "v": asked.part(2 * s.width, (rest,))}
+            keys, stride, constant = s.rows, 3 * s.width, 0
+        self._engine.kernels.attention(
+            s.heads, keys, q=asked, out=b["seen"], q_stride=3 * s.width, kv_stride=stride, constant=constant, **values
+        )
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self._card.free(*self._kept)
+
+
+def runs_on(card: Card) -> bool:
+    """Whether the kernels are written for this card."""
+    return card.sm == CARD
+
+
+def _padded(numbers: Vector) -> Vector:
+    """A vector, zeros up to a multiple of 64."""
+    return np.concatenate([numbers, np.zeros(-numbers.size % 64, numbers.dtype)]) if numbers.ndim == 1 else numbers
+
+
+def _float(tensor: Stored) -> Array:
+    numbers: Array = tensor.read().astype(np.float32)
+    return numbers

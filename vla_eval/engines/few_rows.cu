@@ -1,0 +1,521 @@
+// A denoise step's kernels for the few rows of one robot's chunk: products that read their weights once, and attention over small heads.
+//
+// R rows (padded to 16 or 48), K inputs, N outputs; `KIND` is f16 or bf16. Every kernel starts while its predecessor still runs
+// (programmatic dependent launch): it asks for its weights at once, and waits before it reads what the predecessor wrote.
+//
+// Products: a cluster of C blocks shares a tile of N outputs. Each block multiplies a slice of K, weights as the left operand (64 outputs to
+// a warp group), and the C partial sums meet over the cluster's shared memory, always in the same order. A norm costs no pass of its own:
+// who writes rows scales them by (1 + scale) of the norm that reads them next, and adds up their sums and squares as whole numbers, so that
+// the order does not matter; who reads multiplies the scaled rows and applies the norm to the products, since
+// sum_k w_k ((x_k - m) r (1 + s_k) + t_k) = r (sum_k w_k (1 + s_k) x_k - m u) + c.
+//
+// Rows lie as wgmma reads them, eight numbers of every row together: [K / 8, R, 8]. A slice of K is then one piece of memory.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE float widen(u16 h) { float f; asm("cvt.f32." KIND " %0, %1;" : "=f"(f) : "h"(h)); return f; }
+DEVICE u16 rounded(float f) { u16 h; asm("cvt.rn." KIND ".f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+DEVICE u32 rounded(float low, float high) { u32 r; asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE float low(u32 pair) { return widen((u16)(pair & 0xffff)); }
+DEVICE float high(u32 pair) { return widen((u16)(pair >> 16)); }
+DEVICE float power_of_two(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void leave_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }  // orders no memory
+DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+DEVICE u32 in_block(u32 address, u32 rank) { u32 r; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank)); return r; }
+DEVICE float4 load_from_cluster(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+    return v;
+}
+
+DEVICE void barrier_init(u32 barrier, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory"); }
+DEVICE void barrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory"); }
+DEVICE void barrier_wait(u32 barrier, u32 phase) {
+    asm volatile("{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra READY;\nbra AGAIN;\nREADY:\n}"
+                 :: "r"(barrier), "r"(phase) : "memory");
+}
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void load_part(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+DEVICE void load_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+    barrier_expect(barrier, bytes);
+    load_part(to, from, bytes, barrier);
+}
+DEVICE void prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void load_matrices(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+DEVICE void load_matrices_turned(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Where wgmma finds an operand: 8 x 8 matrices of 128 bytes each, `along_k` and `across` bytes apart.
+DEVICE u64 operand(u32 address, u32 along_k, u32 across) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(along_k >> 4) << 16 | (u64)(across >> 4) << 32;
+}
+// 64 outputs x 8 R8 rows += 64 x 16 weights times 16 x 8 R8 inputs.
+template <int R8> DEVICE void multiply_group(float (&d)[R8][4], u64 a, u64 b);
+#define SUM(r) "+f"(d[r][0]), "+f"(d[r][1]), "+f"(d[r][2]), "+f"(d[r][3])
+template <> DEVICE void multiply_group<2>(float (&d)[2][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." KIND "." KIND " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, 1, 1, 1, 0, 0;"
+                 : SUM(0), SUM(1) : "l"(a), "l"(b));
+}
+template <> DEVICE void multiply_group<6>(float (&d)[6][4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32." KIND "." KIND " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, "
+                 "%12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23}, %24, %25, 1, 1, 1, 0, 0;"
+                 : SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5) : "l"(a), "l"(b));
+}
+
+DEVICE float gelu_tanh(float x) {  // 0.5 x (1 + tanh(u)) = x / (1 + e^(-2u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+    float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return __fdividef(x, 1.0f + __expf(-2.0f * u));
+}
+DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+struct Product {
+    const u8* weight;      // packed
+    const float* bias;     // [N], or null; with a norm: the product's bias and the norm's shift times the weights
+    const float* lost;     // [N]: what the mean takes away, sum_k w_k (1 + s_k); of GATE_UP: the bias of the second half
+    const u64* stats;      // [COPIES, R, 2] sums and squares of the rows that come in, as whole numbers to be added up
+    const void* in;        // half [K / 8, R, 8]
+    const u16* late;       // [N] added to the bias, or null
+    const float* gate;     // [N] that the product is multiplied by, or null
+    const float* base;     // [N / 8, R, 8] that the product is added to
+    const float* scale;    // [N]: 1 + scale of the next norm, for `narrow`, or null
+    float* wide;           // [N / 8, R, 8]; of VELOCITY: [rows - first, out_width]
+    u16* narrow;           // [N / 8, R, 8], or [rows, out_width] where out_width is not 0
+    u64* told;             // [COPIES, R, 2] for the next norm, zero so far, or null
+    int rows, first, out_width;
+    float eps;
+};
+
+enum Norm { NONE, LAYER, RMS };
+enum Out { LINEAR, GELU, SILU, RELU, RESIDUAL, VELOCITY, GATE_UP };
+#define SUM_UNIT 16777216.0   // of `stats`: 2^24 for sums, 2^18 for squares; numbers within half precision's range cannot overflow
+#define SQUARE_UNIT 262144.0
+#define COPIES 8              // blocks add to one of them: few wait for one another
+
+// R8 rows / 8, K inputs, C blocks a cluster, G groups of 64 outputs a block, W warp groups that split a block's slice of K,
+// J steps of 16 that arrive together, S of those in flight.
+template <int R8, int K, int C, int G, int W, int J, int S, int OUT>
+struct Tile {
+    static constexpr bool RESIDUAL_OLD = OUT == RESIDUAL;
+    static constexpr int R = 8 * R8, KS = K / C, TN = 64 * G, CHUNKS = KS / 16 / J, THREADS = 128 * G * W + 32;
+    static constexpr int COLUMN = R * 16, PS = TN + 4;  // bytes of eights of K; words between rows of sums: banks stay apart
+    static constexpr int CHUNK = TN * J * 32, ROWS_CHUNK = J * 2 * COLUMN;
+    static constexpr int F = TN / C;  // outputs that a block finishes
+    static constexpr int STATS = 512, FAR = STATS + COPIES * R * 16 + R * 8, X = (FAR + 4 * F * 4 + (RESIDUAL_OLD ? F * R * 4 : 0) + 127) / 128 * 128, RING = X + KS / 8 * COLUMN;
+    static constexpr int WITH_RING = RING + S * CHUNK, WITH_SUMS = X + R * PS * 4 * (W > 2 ? W - 1 : 1);
+    static constexpr int BYTES = WITH_RING > WITH_SUMS ? WITH_RING : WITH_SUMS;
+    static_assert(K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && 2 * S + CHUNKS < 64 && TN / C % 8 == 0, "tile");
+};
+
+template <int C>
+DEVICE void add_parts(float (&y)[4], const float* sums, u32 address) {
+    float4 part[C];
+    #pragma unroll
+    for (int c = 0; c < C; c++) part[c] = C > 1 ? load_from_cluster(in_block(address, c)) : *(const float4*)sums;
+    y[0] = part[0].x, y[1] = part[0].y, y[2] = part[0].z, y[3] = part[0].w;
+    #pragma unroll
+    for (int c = 1; c < C; c++) y[0] += part[c].x, y[1] += part[c].y, y[2] += part[c].z, y[3] += part[c].w;
+}
+DEVICE void get(float (&to)[4], const float* from) {
+    const float4 a = *(const float4*)from;
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
+}
+
+template <int R8, int K, int C, int G, int W, int J, int S, int NORM, int OUT>
+DEVICE void product(const Product& p) {
+    using L = Tile<R8, K, C, G, W, J, S, OUT>;
+    constexpr int R = L::R, PS = L::PS, TN = L::TN, THREADS = L::THREADS, CHUNKS = L::CHUNKS;
+    extern __shared__ __align__(128) u8 memory[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4, g = group % G, w = group / G;
+    const u32 base = shared_address(memory), rank = C > 1 ? cluster_rank() : 0, tile = blockIdx.x / C;
+    const u32 full = base, empty = base + 8 * S, here = base + 16 * S, near = here + 8 * CHUNKS;
+    float* sums = (float*)(memory + L::X);
+    const bool loads = warp == THREADS / 32 - 1;
+
+    const u8* weights = p.weight + (size_t)blockIdx.x * CHUNKS * L::CHUNK;
+    if (loads && lane == 0) {
+        for (int s = 0; s < S; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, G * W);
+        for (int c = 0; c < CHUNKS; c++) barrier_init(here + 8 * c, 1);
+        barrier_init(near, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_async();
+        for (int s = 0; s < S; s++) load_bulk(base + L::RING + s * L::CHUNK, weights + (size_t)s * L::CHUNK, L::CHUNK, full + 8 * s);
+        if (S < CHUNKS) prefetch(weights + (size_t)S * L::CHUNK, (CHUNKS - S) * L::CHUNK);  // the rest, into the second level cache
+    }
+    let_successor_start();
+    __syncthreads();  // barriers stand
+
+    // What each thread will finish: eight outputs of a row. What that takes comes into shared memory meanwhile.
+    constexpr int F = L::F, DONE = OUT == GATE_UP ? F / 2 : F, ITEMS = DONE / 4 * R, TURNS = (ITEMS + THREADS - 1) / THREADS;
+    const int n0 = OUT == GATE_UP ? (tile * TN + rank * F) / 2 : tile * TN + rank * F;
+    float *bias = (float*)(memory + L::FAR), *lost = bias + F, *scale = lost + F, *gate = scale + F, *old = gate + F;
+    u16* late = (u16*)gate;
+    const u64* stats = (const u64*)(memory + L::STATS);
+    float2* norms = (float2*)(memory + L::STATS + COPIES * R * 16);
+    wait_for_predecessor();
+
+    float sum[R8][4];
+    #pragma unroll
+    for (int r = 0; r < R8; r++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) sum[r][e] = 0;
+    if (loads) {
+        if (lane == 0) {
+            const u8* rows = (const u8*)p.in + (size_t)rank * (L::KS / 8) * L::COLUMN;
+            for (int c = 0; c < CHUNKS; c++)
+                load_bulk(base + L::X + c * L::ROWS_CHUNK, rows + (size_t)c * L::ROWS_CHUNK, L::ROWS_CHUNK, here + 8 * c);
+            constexpr int BYTES = DONE * 4;
+            barrier_expect(near, (p.bias ? BYTES : 0) + (p.lost ? BYTES : 0) + (OUT == RESIDUAL ? (p.scale ? BYTES : 0) + (p.gate ? BYTES : 0) + F * R * 4 : 0) +
+                           (OUT == SILU ? DONE * 2 : 0) + (NORM != NONE ? COPIES * R * 16 : 0));
+            if (p.bias) load_part(shared_address(bias), p.bias + n0, BYTES, near);
+            if (p.lost) load_part(shared_address(lost), p.lost + n0, BYTES, near);
+            if constexpr (OUT == SILU) load_part(shared_address(late), p.late + n0, DONE * 2, near);
+            if constexpr (OUT == RESIDUAL) {
+                if (p.scale) load_part(shared_address(scale), p.scale + n0, BYTES, near);
+                if (p.gate) load_part(shared_address(gate), p.gate + n0, BYTES, near);
+                load_part(shared_address(old), p.base + (size_t)n0 * R, F * R * 4, near);
+            }
+            if constexpr (NORM != NONE) load_part(base + L::STATS, p.stats, COPIES * R * 16, near);
+            for (int c = S; c < CHUNKS; c++) {
+                barrier_wait(empty + 8 * (c % S), (c / S - 1) & 1);
+                load_bulk(base + L::RING + (c % S) * L::CHUNK, weights + (size_t)c * L::CHUNK, L::CHUNK, full + 8 * (c % S));
+            }
+        }
+        __syncwarp();
+        if constexpr (NORM != NONE) {
+            barrier_wait(near, 0);
+            for (int row = lane; row < p.rows; row += 32) {
+                long long total = 0, squares = 0;
+                #pragma unroll
+                for (int copy = 0; copy < COPIES; copy++) total += stats[(copy * R + row) * 2], squares += stats[(copy * R + row) * 2 + 1];
+                const double mean = NORM == LAYER ? (double)total * (1.0 / SUM_UNIT / K) : 0.0;
+                const double spread = (double)squares * (1.0 / SQUARE_UNIT / K) - mean * mean;
+                const float factor = rsqrtf((float)(spread > 0.0 ? spread : 0.0) + p.eps);
+                norms[row] = make_float2(factor, (float)mean * factor);
+            }
+        }
+        __syncwarp();
+    } else {
+        for (int c = 0; c < CHUNKS; c++) {
+            barrier_wait(here + 8 * c, 0);
+            barrier_wait(full + 8 * (c % S), (c / S) & 1);
+            const u32 stage = base + L::RING + (c % S) * L::CHUNK;
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            #pragma unroll
+            for (int j = 0; j < J / W; j++) {
+                const int k = w * (J / W) + j;
+                multiply_group<R8>(sum, operand(stage + g * (J * 2048) + k * 2048, 1024, 128),
+                                   operand(base + L::X + (c * J + k) * 2 * L::COLUMN, L::COLUMN, 128));
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if constexpr (S < CHUNKS) {
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (c > 0 && thread % 128 == 0) barrier_arrive(empty + 8 * ((c - 1) % S));
+            }
+        }
+        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        #pragma unroll
+        for (int r = 0; r < R8; r++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) asm volatile("" : "+f"(sum[r][e]) :: "memory");
+    }
+
+    __syncthreads();  // the sums lie where rows and weights were
+    float* own = sums + (lane & 3) * 2 * PS + g * 64 + (warp & 3) * 16 + (lane >> 2);
+    constexpr int PART = R * PS;
+    if constexpr (W > 1) {
+        if (w > 0 && !loads) {
+            #pragma unroll
+            for (int r = 0; r < R8; r++) {
+                float* at = own + (w - 1) * PART + r * 8 * PS;
+                at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
+            }
+        }
+        __syncthreads();
+        if (w == 0) {
+            #pragma unroll
+            for (int other = 0; other < W - 1; other++)
+                #pragma unroll
+                for (int r = 0; r < R8; r++) {
+                    const float* at = own + other * PART + r * 8 * PS;
+                    sum[r][0] += at[0], sum[r][1] += at[PS], sum[r][2] += at[8], sum[r][3] += at[PS + 8];
+                }
+        }
+    }
+    if (w == 0 && !loads) {
+        #pragma unroll
+        for (int r = 0; r < R8; r++) {
+            float* at = own + r * 8 * PS;
+            at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
+        }
+    }
+    if constexpr (C > 1) arrive_at_cluster(); else __syncthreads();
+
+    barrier_wait(near, 0);
+    if constexpr (C > 1) wait_for_cluster();
+    #pragma unroll 1
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int i = thread + turn * THREADS, row = i % R, f = i / R * 4, n = n0 + f;
+        const bool there = i < ITEMS && row < p.rows;
+        float y[4], up[4], more[4];
+        if (there) {
+            add_parts<C>(y, sums + row * PS + rank * F + f, base + L::X + (row * PS + rank * F + f) * 4);
+            if constexpr (OUT == GATE_UP)
+                add_parts<C>(up, sums + row * PS + rank * F + f + DONE, base + L::X + (row * PS + rank * F + f + DONE) * 4);
+        }
+        if constexpr (C > 1) {
+            __syncwarp();
+            if (turn == TURNS - 1) leave_cluster();
+        }
+        if (!there) continue;
+        const size_t packed = ((size_t)(n / 8) * R + row) * 8 + n % 8;
+        if constexpr (NORM != NONE) {
+            const float2 norm = norms[row];
+            #pragma unroll
+            for (int e = 0; e < 4; e++) y[e] *= norm.x;
+            if constexpr (OUT == GATE_UP)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) up[e] *= norm.x;
+            if constexpr (NORM == LAYER) {
+                get(more, lost + f);
+                #pragma unroll
+                for (int e = 0; e < 4; e++) y[e] -= norm.y * more[e];
+            }
+        }
+        if (p.bias) {
+            get(more, bias + f);
+            #pragma unroll
+            for (int e = 0; e < 4; e++) y[e] += more[e];
+        }
+        if constexpr (OUT == GATE_UP) {
+            if (p.lost) {
+                get(more, lost + f);
+                #pragma unroll
+                for (int e = 0; e < 4; e++) up[e] += more[e];
+            }
+            #pragma unroll
+            for (int e = 0; e < 4; e++) y[e] = gelu_tanh(y[e]) * up[e];
+        }
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            if constexpr (OUT == GELU) y[e] = gelu_tanh(y[e]);
+            if constexpr (OUT == SILU) y[e] = row < p.first ? 0.0f : silu(y[e] + widen(late[f + e]));
+            if constexpr (OUT == RELU) y[e] = fmaxf(y[e], 0.0f);
+        }
+        if constexpr (OUT == VELOCITY) {
+            if (p.first <= row)
+                #pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (n + e < p.out_width) p.wide[(size_t)(row - p.first) * p.out_width + n + e] = y[e];
+            continue;
+        }
+        if constexpr (OUT == RESIDUAL) {
+            if (p.gate) {
+                get(more, gate + f);
+                #pragma unroll
+                for (int e = 0; e < 4; e++) y[e] *= more[e];
+            }
+            get(more, old + (f / 8 * R + row) * 8 + f % 8);
+            #pragma unroll
+            for (int e = 0; e < 4; e++) y[e] += more[e];
+        }
+        if (p.wide) *(float4*)(p.wide + packed) = make_float4(y[0], y[1], y[2], y[3]);
+        if constexpr (OUT == RESIDUAL) {
+            if (p.told) {
+                const float total = y[0] + y[1] + (y[2] + y[3]), squares = y[0] * y[0] + y[1] * y[1] + (y[2] * y[2] + y[3] * y[3]);
+                u64* to = p.told + ((blockIdx.x % COPIES) * R + row) * 2;
+                const u64 a = (u64)__float2ll_rn(total * (float)SUM_UNIT), b = (u64)__float2ll_rn(squares * (float)SQUARE_UNIT);
+                asm volatile("red.global.add.u64 [%0], %1;" :: "l"(to), "l"(a) : "memory");
+                asm volatile("red.global.add.u64 [%0], %1;" :: "l"(to + 1), "l"(b) : "memory");
+            }
+            if (p.scale) {
+                get(more, scale + f);
+                #pragma unroll
+                for (int e = 0; e < 4; e++) y[e] *= more[e];
+            }
+        }
+        if (p.narrow)
+            *(uint2*)(p.out_width ? p.narrow + (size_t)row * p.out_width + n : p.narrow + packed) = make_uint2(rounded(y[0], y[1]), rounded(y[2], y[3]));
+    }
+    if constexpr (C > 1) {  // nobody leaves while another still reads its sums
+        __syncwarp();
+        wait_for_cluster();
+    }
+}
+
+struct Begin {
+    const float* x;  // [rows - first, width]
+    u16* out;        // [padded / 8, R, 8]
+    u64* stats;      // [slots, COPIES, R, 2]
+    int rows, first, width, padded, slots;
+};
+
+// A step begins: its rows as the first product reads them, and norms' sums that are zero again.
+template <int R8>
+DEVICE void begin(const Begin& p) {
+    constexpr int R = 8 * R8;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, all = gridDim.x * blockDim.x;
+    for (int i = thread; i < R * p.padded; i += all) {
+        const int row = i / p.padded, k = i % p.padded;
+        const bool there = p.first <= row && row < p.rows && k < p.width;
+        p.out[(k / 8 * R + row) * 8 + k % 8] = there ? rounded(p.x[(row - p.first) * p.width + k]) : (u16)0;
+    }
+    for (int i = thread; i < p.slots * COPIES * R * 2; i += all) p.stats[i] = 0;
+}
+
+struct Attention {
+    const u16 *q, *k, *v;
+    const u8* mask;  // [keys], or null: every key is seen
+    u16* out;        // [heads * D / 8, R, 8]
+    int q_stride, kv_stride, rows, keys, constant;  // constant: keys and values stood before the predecessor began
+    float scale;     // of the scores, times log2(e)
+};
+
+// One head a block, one warp for 16 rows; every head has its own keys.
+template <int D, int R>
+DEVICE void attend(const Attention& p) {
+    constexpr int DS = D + 8, WORDS = D / 8;
+    extern __shared__ __align__(128) u8 memory[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, head = blockIdx.x;
+    const int room = (p.keys + 31) / 32 * 32;
+    u16 *k = (u16*)memory, *v = k + room * DS;
+    int *chosen = (int*)(v + room * DS), keys = p.keys;
+    let_successor_start();
+    if (p.mask) {  // only what is seen is loaded
+        if (warp == 0) {
+            keys = 0;
+            for (int i = lane; i < room; i += 32) {
+                const bool seen = i < p.keys && p.mask[i];
+                const u32 votes = __ballot_sync(~0u, seen);
+                if (seen) chosen[keys + __popc(votes & ((1u << lane) - 1))] = i;
+                keys += __popc(votes);
+            }
+            if (lane == 0) chosen[room] = keys;
+        }
+        __syncthreads();
+        keys = chosen[room];
+    }
+    const int padded = (keys + 31) / 32 * 32;
+    if (!p.constant) wait_for_predecessor();
+    for (int i = thread; i < padded * WORDS; i += blockDim.x) {
+        const int key = i / WORDS, d = i % WORDS * 8;
+        const bool there = key < keys;
+        const size_t at = there ? (size_t)(p.mask ? chosen[key] : key) * p.kv_stride + head * D + d : 0;
+        *(uint4*)(k + key * DS + d) = there ? *(const uint4*)(p.k + at) : make_uint4(0, 0, 0, 0);
+        *(uint4*)(v + key * DS + d) = there ? *(const uint4*)(p.v + at) : make_uint4(0, 0, 0, 0);
+    }
+    if (p.constant) wait_for_predecessor();
+    const int g = lane >> 2, t = lane & 3;
+    const int row[2] = {warp * 16 + g, warp * 16 + g + 8};
+    u32 q[D / 16][4];
+    #pragma unroll
+    for (int d = 0; d < D / 16; d++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+            int r = row[e & 1];
+            q[d][e] = r < p.rows ? *(const u32*)(p.q + (size_t)r * p.q_stride + head * D + d * 16 + (e >> 1) * 8 + t * 2) : 0;
+        }
+    __syncthreads();
+    float best[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, seen[D / 8][4];
+    #pragma unroll
+    for (int d = 0; d < D / 8; d++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) seen[d][e] = 0;
+    const u32 k_corner = shared_address(k) + ((lane & 7) + (lane >> 4) * 8) * DS * 2 + ((lane >> 3) & 1) * 16;
+    const u32 v_corner = shared_address(v) + ((lane & 7) + ((lane >> 3) & 1) * 8) * DS * 2 + (lane >> 4) * 16;
+    for (int key = 0; key < padded; key += 32) {
+        float score[4][4];
+        #pragma unroll
+        for (int n = 0; n < 4; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) score[n][e] = 0;
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++)
+            #pragma unroll
+            for (int n = 0; n < 2; n++) {
+                u32 b[4];
+                load_matrices(b, k_corner + ((key + n * 16) * DS + d * 16) * 2);
+                multiply(score[2 * n], q[d], b[0], b[1]);
+                multiply(score[2 * n + 1], q[d], b[2], b[3]);
+            }
+        float top[2] = {best[0], best[1]};
+        #pragma unroll
+        for (int n = 0; n < 4; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                int at = key + n * 8 + t * 2 + (e & 1);
+                const bool there = at < keys;
+                score[n][e] = there ? score[n][e] * p.scale : __int_as_float(0xff800000);
+                top[e >> 1] = fmaxf(top[e >> 1], score[n][e]);
+            }
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+            top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+            float shrink = power_of_two(best[h] - top[h]);
+            best[h] = top[h], total[h] *= shrink;
+            #pragma unroll
+            for (int d = 0; d < D / 8; d++) seen[d][2 * h] *= shrink, seen[d][2 * h + 1] *= shrink;
+        }
+        #pragma unroll
+        for (int n = 0; n < 4; n++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                score[n][e] = power_of_two(score[n][e] - best[e >> 1]);
+                total[e >> 1] += score[n][e];
+            }
+        #pragma unroll
+        for (int n = 0; n < 2; n++) {
+            u32 a[4] = {rounded(score[2 * n][0], score[2 * n][1]), rounded(score[2 * n][2], score[2 * n][3]),
+                        rounded(score[2 * n + 1][0], score[2 * n + 1][1]), rounded(score[2 * n + 1][2], score[2 * n + 1][3])};
+            #pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                u32 b[4];
+                load_matrices_turned(b, v_corner + ((key + n * 16) * DS + d * 16) * 2);
+                multiply(seen[2 * d], a, b[0], b[1]);
+                multiply(seen[2 * d + 1], a, b[2], b[3]);
+            }
+        }
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        total[h] += __shfl_xor_sync(~0u, total[h], 1);
+        total[h] += __shfl_xor_sync(~0u, total[h], 2);
+        if (row[h] < p.rows) {
+            float inverse = 1.0f / total[h];
+            #pragma unroll
+            for (int d = 0; d < D / 8; d++)
+                *(u32*)(p.out + ((size_t)(head * (D / 8) + d) * R + row[h]) * 8 + t * 2) = rounded(seen[d][2 * h] * inverse, seen[d][2 * h + 1] * inverse);
+        }
+    }
+}

@@ -1,0 +1,271 @@
+"""Kernels of our own for a denoise step of one robot: `few_rows.cu`, the shapes it is compiled for, and the same arithmetic in numpy.
+
+A chunk is a few rows, so a step is bound by reading its weights; TensorRT's kernels reach about a quarter of the card's bandwidth there.
+R rows (padded to 16 or 48), K inputs, N outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import Vector
+from .card import Buffer, Card
+from .graph import NUMPY
+from .kernels import compiled
+
+Array = NDArray[np.float32]
+Norm = Literal["NONE", "LAYER", "RMS"]
+Out = Literal["LINEAR", "GELU", "SILU", "RELU", "RESIDUAL", "VELOCITY", "GATE_UP"]
+CARD = "sm90"  # what the kernels are written for; another card runs the engine instead
+KINDS = {"float16": "f16", "bfloat16": "bf16"}
+COPIES = 8  # of a norm's sums: see few_rows.cu
+SUM_UNIT, SQUARE_UNIT = 2.0**24, 2.0**18
+_SHARED = 227 * 1024  # bytes of shared memory that a block of such a card can have
+_BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters of four and eight
+_SOURCE = Path(__file__).with_name("few_rows.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What is multiplied and what follows: outputs = follow(norm(rows) W^T + bias)."""
+
+    inputs: int
+    outputs: int
+    norm: Norm = "NONE"
+    out: Out = "LINEAR"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut over a card. Names as the template's parameters in few_rows.cu have them."""
+
+    product: Product
+    rows: int  # R, padded
+    inputs: int  # K, padded to 16
+    outputs: int  # N, padded to 64
+    cluster: int
+    warp_groups: int
+    steps: int
+    stages: int
+
+    @property
+    def blocks(self) -> int:
+        return self.outputs // 64 * self.cluster
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.warp_groups + 32
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block; the compiler checks this against the kernel's own count."""
+        return _shared(self.rows, self.inputs, self.cluster, self.warp_groups, self.steps, self.stages, self.product.out)
+
+    @property
+    def arguments(self) -> str:
+        """Of the template `product`."""
+        numbers = (self.rows // 8, self.inputs, self.cluster, 1, self.warp_groups, self.steps, self.stages)
+        return ", ".join([*map(str, numbers), self.product.norm, self.product.out])
+
+
+def tile_for(product: Product, rows: int) -> Tile:
+    """A tile that gives as many blocks their share as run at once, in no larger clusters than that takes.
+
+    Measured over a dozen shapes on an H200: docs/performance-log.md. Raises ValueError for widths that the kernels do not take.
+    """
+    inputs, outputs = -(-product.inputs // 16) * 16, -(-product.outputs // 64) * 64
+    if product.out != "VELOCITY" and outputs != product.outputs:
+        raise ValueError(f"{product.outputs} outputs are no multiple of 64")
+    best: Tile | None = None
+    for cluster in (1, 2, 4, 8):
+        if inputs // 16 % cluster or outputs // 64 * cluster > (_BLOCKS if cluster == 1 else _IN_CLUSTERS):
+            continue
+        part = inputs // 16 // cluster
+        steps = next(n for n in range(min(9, part), 0, -1) if part % n == 0)
+        groups = next(n for n in (4, 3, 2, 1) if steps % n == 0)
+        for stages in range(min(4, part // steps), 0, -1):
+            if _shared(rows, inputs, cluster, groups, steps, stages, product.out) <= _SHARED:
+                best = Tile(product, rows, inputs, outputs, cluster, groups, steps, stages)
+                break
+    if best is None:
+        raise ValueError(f"no tile for {product.inputs} inputs and {product.outputs} outputs")
+    return best
+
+
+def pack(weight: Vector, tile: Tile) -> Vector:
+    """[N, K] in the order in which blocks read it: by tile, slice of K, arrival, eights of K, output. Padding is zero."""
+    whole = np.zeros((tile.outputs, tile.inputs), weight.dtype)
+    whole[: weight.shape[0], : weight.shape[1]] = weight
+    cut = whole.reshape(tile.outputs // 64, 64, tile.cluster, -1, 2 * tile.steps, 8)
+    return np.ascontiguousarray(cut.transpose(0, 2, 3, 4, 1, 5)).reshape(-1)
+
+
+def rows_on_card(x: Vector, rows: int) -> Vector:
+    """[T, K] as the kernels keep rows: [K / 8, R, 8], rows beyond T zero."""
+    out = np.zeros((x.shape[1] // 8, rows, 8), x.dtype)
+    out[:, : len(x)] = x.reshape(len(x), -1, 8).transpose(1, 0, 2)
+    return out
+
+
+class _Fields(ctypes.Structure):
+    """A kernel's argument: pointers by buffer, the rest as numbers."""
+
+    def fill(self, values: Mapping[str, Buffer | int | float | None]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value.pointer if isinstance(value, Buffer) else value)
+
+
+def _fields(pointers: str, integers: str, floats: str = "") -> list[tuple[str, type]]:
+    kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int), (floats, ctypes.c_float))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class _Product(_Fields):
+    _fields_ = _fields("weight bias lost stats rows_in late gate base scale wide narrow told", "rows first out_width", "eps")
+
+
+class _Attention(_Fields):
+    _fields_ = _fields("q k v mask out", "q_stride kv_stride rows keys constant", "scale")
+
+
+class _Begin(_Fields):
+    _fields_ = _fields("x out stats", "rows first width padded slots")
+
+
+class FewRows:
+    """The kernels compiled for some products, on one card. Every call gives work to its stream; nothing is checked on the device."""
+
+    def __init__(self, card: Card, products: Sequence[Product], rows: int, *, dtype: str, head_width: int) -> None:
+        """`rows` are padded to 16 or 48. Raises ValueError for a product that the kernels do not take, VlaEvalError where they fail."""
+        self.card, self.rows = card, rows
+        self.padded = next(n for n in (16, 48) if rows <= n)
+        self.tiles = {product: tile_for(product, self.padded) for product in dict.fromkeys(products)}
+        self._names = {product: f"product_{i}" for i, product in enumerate(self.tiles)}
+        source = _SOURCE.read_text(encoding="utf-8") + entries(self._names, self.tiles, head_width, self.padded)
+        code = compiled(source, f"{CARD}a", f'-DKIND="{KINDS[dtype]}"', "-default-device")
+        self._head_width = head_width
+        names = [*self._names.values(), "attention", "begin_step"]
+        self._kernels = card.kernels(code, names)
+        for product, name in self._names.items():
+            card.allow_shared(self._kernels[name], self.tiles[product].shared)
+        card.allow_shared(self._kernels["attention"], _SHARED)
+
+    def product(self, product: Product, *, after: bool = True, rows: int | None = None, **values: Buffer | int | float | None) -> None:
+        """Multiply. Values are the fields of `Product` in few_rows.cu; with `after` it starts while its predecessor ends."""
+        tile, fields = self.tiles[product], _Product(rows=self.rows if rows is None else rows)
+        fields.fill(values)
+        self.card.launch_kernel(
+            self._kernels[self._names[product]], fields, tile.blocks, tile.threads, cluster=tile.cluster, shared=tile.shared, early=after
+        )
+
+    def attention(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
+        """Every row over the keys of its head: softmax(q k^T · head_width^-0.5) v."""
+        fields = _Attention(rows=self.rows, keys=keys, scale=self._head_width**-0.5 * math.log2(math.e))
+        fields.fill(values)
+        room = -(-keys // 32) * 32
+        shared = room * (self._head_width + 8) * 2 * 2 + (room + 1) * 4
+        self.card.launch_kernel(self._kernels["attention"], fields, heads, 2 * self.padded, shared=shared, early=True)
+
+    def begin(self, **values: Buffer | int | float | None) -> None:
+        """Rows for the first product, and norms' sums that are zero."""
+        fields = _Begin(rows=self.rows)
+        fields.fill(values)
+        self.card.launch_kernel(self._kernels["begin_step"], fields, 16, 256)
+
+    def most_keys(self) -> int:
+        """The keys of a head that fit a block's shared memory."""
+        return (_SHARED - 4) // ((self._head_width + 8) * 4 + 4) // 32 * 32
+
+
+def entries(names: Mapping[Product, str], tiles: Mapping[Product, Tile], head_width: int, rows: int) -> str:
+    """The kernels by name, for the compiler; it refuses a tile whose shared memory is counted otherwise here."""
+    text = [
+        f'static_assert(Tile<{", ".join(tile.arguments.split(", ")[:7])}, {product.out}>::BYTES == {tile.shared}, "shared memory");\n'
+        f'extern "C" __global__ void __launch_bounds__({tile.threads}, {2 if tile.threads <= 416 else 1}) '
+        f"{names[product]}(const __grid_constant__ Product p) {{ product<{tile.arguments}>(p); }}\n"
+        for product, tile in tiles.items()
+    ]
+    return "\n" + "".join([
+        *text,
+        f'extern "C" __global__ void __launch_bounds__({2 * rows}) '
+        f"attention(const __grid_constant__ Attention p) {{ attend<{head_width}, {rows}>(p); }}\n",
+        'extern "C" __global__ void __launch_bounds__(256) '
+        f"begin_step(const __grid_constant__ Begin p) {{ begin<{rows // 8}>(p); }}\n",
+    ])  # fmt: skip
+
+
+def _shared(rows: int, inputs: int, cluster: int, groups: int, steps: int, stages: int, out: Out) -> int:
+    done, part = 64 // cluster, inputs // cluster
+    fixed = 512 + COPIES * rows * 16 + rows * 8 + 16 * done + (done * rows * 4 if out == "RESIDUAL" else 0)
+    x = -(-fixed // 128) * 128
+    return max(x + part // 8 * rows * 16 + stages * 64 * steps * 32, x + rows * 68 * 4 * (groups - 1 if groups > 2 else 1))
+
+
+# The same in numpy, in float32, without padding: rows are [T, K] and what the kernels keep packed is plain.
+
+
+def product(
+    x: Array, weight: Array, p: Product, *, bias: Array | float = 0.0, lost: Array | None = None, stats: Array | None = None,
+    eps: float = 0.0, late: Array | float = 0.0, gate: Array | float = 1.0, base: Array | None = None, first: int = 0,
+) -> Array:  # fmt: skip
+    """The outputs [T, N] of a product; `x` is what its producer scaled, `stats` [T, 2] the sums and squares of what it was before."""
+    y: Array = x @ weight.T
+    if stats is not None:
+        mean: Any = stats[:, :1] / p.inputs if p.norm == "LAYER" else 0.0
+        factor = 1 / np.sqrt(stats[:, 1:] / p.inputs - mean * mean + np.float32(eps))
+        y = factor * y - (factor * mean * lost if lost is not None and p.norm == "LAYER" else 0.0)
+    y = np.asarray(y + bias, np.float32)
+    match p.out:
+        case "GELU":
+            y = _gelu_tanh(y)
+        case "SILU":
+            y = _silu(np.asarray(y + late, np.float32))
+            y[:first] = 0
+        case "RELU":
+            y = np.maximum(y, np.float32(0))
+        case "GATE_UP":
+            y = _gelu_tanh(y[:, : p.outputs // 2]) * y[:, p.outputs // 2 :]
+        case "RESIDUAL":
+            y = np.asarray(y * gate + (0.0 if base is None else base), np.float32)
+        case _:
+            pass
+    return y
+
+
+def sums(x: Array) -> Array:
+    """[T, 2]: what a norm needs to know of rows [T, K]."""
+    wide = x.astype(np.float64)
+    return np.stack([wide.sum(1), (wide * wide).sum(1)], 1).astype(np.float32)
+
+
+def attention(q: Array, k: Array, v: Array, heads: int, mask: NDArray[np.bool_] | None = None) -> Array:
+    """[T, H·D] over keys and values [S, H·D]."""
+    split = [x.reshape(len(x), heads, -1).transpose(1, 0, 2) for x in (q, k, v)]
+    scores = split[0] @ split[1].transpose(0, 2, 1) * np.float32(split[0].shape[-1] ** -0.5)
+    if mask is not None:
+        scores = np.where(mask, scores, np.float32(-np.inf))
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    seen: Array = (weights / weights.sum(-1, keepdims=True)) @ split[2]
+    return np.ascontiguousarray(seen.transpose(1, 0, 2)).reshape(len(q), -1)
+
+
+def as_kept(x: Array, dtype: str) -> Array:
+    """float32 numbers as they are after a round through the kernels' half precision."""
+    kept: Array = x.astype(NUMPY[dtype]).astype(np.float32)  # type: ignore[index]
+    return kept
+
+
+def _gelu_tanh(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.tanh(np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x**3))), np.float32)
+
+
+def _silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)), np.float32)
