@@ -27,6 +27,10 @@ def graph_from(stored, component, *, rows, last=""):
         y = g.linear(g.cast(x, g.dtype), stored.weights["w"])
         if last == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if last == "full":
+            raise OSError(28, "No space left on device")
+        if last == "large":
+            raise MemoryError
         if last == "fail":
             raise ZeroDivisionError("a bug in this network")
         g.output(g.cast(y, "float32"), "y")
@@ -94,6 +98,12 @@ def test_a_killed_build_leaves_no_bundle_where_none_was(write: Write, tmp_path: 
     with pytest.raises(VlaEvalError, match="killed by signal 9"):
         write(last="die")
     assert not (tmp_path / "bundle").exists()
+
+
+@pytest.mark.parametrize(("last", "told"), [("full", "No space left on device"), ("large", "not enough memory")])
+def test_a_build_without_room_is_a_sentence(write: Write, last: str, told: str) -> None:
+    with pytest.raises(VlaEvalError, match=f"bundle/only: .*{told}.*the old plan stays$"):
+        write(last=last)
 
 
 def test_a_bug_of_the_network_keeps_its_traceback(write: Write) -> None:

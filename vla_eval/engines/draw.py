@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..types import BadRequest, VlaEvalError
+from ..types import BadRequest
 from .bundle import Stage
 from .graph import PRECISIONS, Axis, Graph, Value
 from .weights import Checkpoint, open_checkpoint
@@ -42,12 +42,13 @@ def draw(stage: Stage, component: str, stored: Checkpoint, graph_from: GraphFrom
     from .trt_build import in_a_process, record_file
 
     folder = stage.file(component, "config.json").parent
+    where = str(stage.out / component)
     given = {
-        "folder": str(folder), "component": component, "checkpoint": str(stored.path), "prefixes": stored.prefixes,
+        "where": where, "folder": str(folder), "component": component, "checkpoint": str(stored.path), "prefixes": stored.prefixes,
         "graph": [graph_from.__module__, graph_from.__name__], "arguments": arguments,
         "options": stage.identity.options, "stamp": stage.identity.stamp(),
     }  # fmt: skip
-    said = in_a_process(str(stage.out / component), "vla_eval.engines.draw", given=json.dumps(given))
+    said = in_a_process(where, "vla_eval.engines.draw", given=json.dumps(given))
     stored.seen.update(said["read"])
     plan = Path(said["plan"])
     stage.local.update(f"{component}/{file.name}" for file in (plan, record_file(plan)))
@@ -64,22 +65,20 @@ def _edges(said: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _main() -> int:
-    from .trt_build import REFUSED, build_drawn
+    from .trt_build import answer, build_drawn
 
     given = json.load(sys.stdin)
-    try:
+
+    def work() -> Mapping[str, Any]:
         stored = open_checkpoint(given["checkpoint"], given["prefixes"])
         if stored.fingerprint != given["stamp"]["checkpoint_fingerprint"]:
             raise BadRequest(f"{stored.path} was changed while a bundle was made of it; build it again")
         module, name = given["graph"]
         graph = getattr(import_module(module), name)(stored, given["component"], **given["arguments"])
         config, built = build_drawn(Path(given["folder"]), given["component"], graph, given["options"], given["stamp"])
-    except VlaEvalError as error:
-        sys.stderr.write(f"{error}\n")
-        return REFUSED
-    said = {"plan": str(built.plan), "tensor_contract": config["tensor_contract"], "read": sorted(stored.seen)}
-    sys.stdout.write(json.dumps(said) + "\n")
-    return 0
+        return {"plan": str(built.plan), "tensor_contract": config["tensor_contract"], "read": sorted(stored.seen)}
+
+    return answer(given["where"], work)
 
 
 if __name__ == "__main__":

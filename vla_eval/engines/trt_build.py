@@ -299,6 +299,23 @@ def in_a_process(where: str, module: str, *words: str, given: str = "") -> dict[
     return answer
 
 
+def answer(where: str, work: Callable[[], Mapping[str, Any]]) -> int:
+    """The other side of `in_a_process`: print what `work` gives, or one sentence why it gave nothing. The process's exit code."""
+    try:
+        said = work()
+    except VlaEvalError as error:
+        told = str(error)
+    except MemoryError:
+        told = f"{where}: there is not enough memory to build it; the old plan stays"
+    except OSError as error:
+        told = f"{where}: {error.strerror or error} while it was built; the old plan stays"
+    else:
+        sys.stdout.write(json.dumps(said) + "\n")
+        return 0
+    sys.stderr.write(f"{told}\n")
+    return REFUSED
+
+
 def peak_memory() -> int:
     """Bytes that this process has held at most, since it became this program."""
     try:
@@ -329,13 +346,10 @@ def _told(tensor: Mapping[str, Any] | None) -> str:
 
 
 def _main(bundle: str, component: str, *flags: str) -> int:
-    try:
-        built = build_component(open_bundle(bundle).component(component), force="--force" in flags)
-    except VlaEvalError as error:
-        sys.stderr.write(f"{error}\n")
-        return REFUSED
-    sys.stdout.write(json.dumps({"new": built.new}) + "\n")
-    return 0
+    def work() -> Mapping[str, Any]:
+        return {"new": build_component(open_bundle(bundle).component(component), force="--force" in flags).new}
+
+    return answer(f"{bundle}/{component}", work)
 
 
 if __name__ == "__main__":
