@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import logging
 import operator
 import os
 import re
@@ -292,20 +293,23 @@ def test_resume_refuses_another_run_and_names_the_difference(vla_eval: Run, word
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_ctrl_c_says_how_to_go_on_and_what_goes_on_is_the_same_run(vla_eval: Run, tmp_path: Path) -> None:
-    words = ["run", "--task", "toy", "--policy", "random", "--trials", "25", "--workers", "2"]
-    command = [sys.executable, "-m", "vla_eval", *words]
+def stopped(tmp_path: Path, stop: Callable[[int], None], *words: str) -> tuple[int, str, str, Path]:
+    """A run of 25 trials that `stop` ends after its first episode: its exit code, what it said, and the folder."""
+    command = [sys.executable, "-m", "vla_eval", "run", "--task", "toy", "--policy", "random", "--trials", "25", "--workers", "2", *words]
     with subprocess.Popen(
         [*command, "--out", "stopped"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stderr is not None
-        first = process.stderr.readline()
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: workers get it too
+        assert ": toy@v1/" in process.stderr.readline()
+        stop(process.pid)
         out, err = process.communicate(timeout=60)
-    assert ": toy@v1/" in first
-    assert process.returncode == 130
-    assert out == ""
     (folder,) = (tmp_path / "stopped").iterdir()
+    return process.returncode, out, err, folder
+
+
+def test_ctrl_c_says_how_to_go_on_and_what_goes_on_is_the_same_run(vla_eval: Run, tmp_path: Path) -> None:
+    code, out, err, folder = stopped(tmp_path, lambda pid: os.killpg(pid, signal.SIGINT))  # as a terminal does: workers get it too
+    assert (code, out) == (130, "")
     last = err.strip().splitlines()[-1]
     assert last.startswith("vla-eval: interrupted after ")
     assert last.endswith(f"vla-eval run --resume stopped/{folder.name}")
@@ -318,6 +322,27 @@ def test_ctrl_c_says_how_to_go_on_and_what_goes_on_is_the_same_run(vla_eval: Run
     straight = evaluate(registry.load_policy("random"), registry.load_tasks("toy"), trials=25, workers=0)
     order = operator.attrgetter("task", "trial")
     assert sorted(map(untimed, open_run(folder).records()), key=order) == sorted(map(untimed, straight), key=order)
+
+
+def test_a_terminated_run_says_how_to_go_on(tmp_path: Path) -> None:
+    code, out, err, folder = stopped(tmp_path, lambda pid: os.kill(pid, signal.SIGTERM), "--json")
+    *_, last = err.strip().splitlines()
+    said = re.fullmatch(r"vla-eval: terminated after (\d+) of 100 episodes; go on with: vla-eval run --resume stopped/(.+)", last)
+    assert said is not None
+    assert said[2] == folder.name
+    assert int(said[1]) in (n := len(open_run(folder).records()), n - 1)  # it may have been written and not yet counted
+    assert (code, json.loads(out)) == (1, {"error": last.removeprefix("vla-eval: "), "exit": 1})
+
+
+def test_a_library_without_a_home_says_nothing(vla_eval: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def listed(group: str) -> list[str]:
+        logging.getLogger("matplotlib").warning("Matplotlib created a temporary cache directory")
+        logging.getLogger("another").warning("is heard")
+        return []
+
+    monkeypatch.setattr(registry, "names", listed)
+    assert vla_eval("list")[0] == 0
+    assert set(caplog.messages) == {"is heard"}
 
 
 def test_nothing_but_the_answer_reaches_stdout(vla_eval: Run, monkeypatch: pytest.MonkeyPatch) -> None:

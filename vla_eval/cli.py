@@ -11,8 +11,10 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Sequence as AbcSequence
@@ -265,9 +267,9 @@ def _play(run: Run, video: bool, wandb: Literal["off", "offline", "online"] = "o
                         counts[record.outcome] += 1
                         line = f"{record.task} trial {record.trial}: {record.outcome}, {record.steps} steps, {record.seconds:.1f} s"
                         advance(line + (f", {record.error}" if record.error else ""), _outcomes(counts))
-            except KeyboardInterrupt:
-                done = f"interrupted after {counts.total()} of {len(run.todo)} episodes"
-                raise KeyboardInterrupt(f"{done}; go on with: vla-eval run --resume {path}") from None
+            except KeyboardInterrupt as stop:
+                done = f"{_how(stop)} after {counts.total()} of {len(run.todo)} episodes"
+                raise type(stop)(f"{done}; go on with: vla-eval run --resume {path}") from None
         if run.stopped:
             _say(f"stopped, {run.stopped}")
         if video:
@@ -1175,12 +1177,16 @@ def doctor() -> Answer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 incomplete or failed, 2 a request that cannot be met, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 incomplete or failed, 2 a request that cannot be met, 130 interrupted.
+
+    SIGTERM ends a command as Ctrl-C does, with exit code 1.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     as_json = "--json" in words
     words = [word for word in words if word != "--json"]
     logging.basicConfig(level=logging.WARNING, handlers=[_Lines()])
-    with _stdout_for_results(as_json) as out:
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that it cannot write to costs two warnings, and nothing else
+    with _stdout_for_results(as_json) as out, _terminable():
         spoken = StringIO() if as_json else out
         try:
             answer = app(
@@ -1194,7 +1200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (VlaEvalError, CycloptsError) as error:
             answer = _refusal(error)
         except KeyboardInterrupt as stop:
-            answer = Answer({"error": str(stop) or "interrupted"}, "", INTERRUPTED)
+            answer = Answer({"error": str(stop) or _how(stop)}, "", INCOMPLETE if isinstance(stop, _Terminated) else INTERRUPTED)
         if answer is None:  # --help and --version have spoken
             if not isinstance(spoken, StringIO):
                 return DONE
@@ -1206,6 +1212,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # `vla-eval list | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
         return int(answer.exit)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever cleans up after Ctrl-C cleans up after this."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM raise where the program stands, as Ctrl-C does; a caller's own handling of it is left alone."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _how(stop: KeyboardInterrupt) -> str:
+    return "terminated" if isinstance(stop, _Terminated) else "interrupted"
 
 
 def _refusal(error: Exception) -> Answer:

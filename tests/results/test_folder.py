@@ -114,7 +114,7 @@ def test_a_missing_or_damaged_episode_is_refused(folder: RunFolder, played: RunF
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("no json", "line 1 is no JSON"),
+        ("no json", r"line 1 is no JSON \(.*\); delete that line, and vla-eval run --resume .* plays its episode again"),
         ("[]", "line 1: no EpisodeRecord"),
         ('{"task": "a"}', "line 1: missing"),
         ({"surprise": 1}, "line 1: unknown field 'surprise'; was it written by a newer vla-eval"),

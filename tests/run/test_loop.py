@@ -282,6 +282,21 @@ def test_another_revision_must_be_accepted_and_is_written_down(tmp_path: Path, t
         assert list(run) == []
 
 
+def test_a_record_whose_arrays_are_gone_is_played_again_and_that_is_said(
+    tmp_path: Path, toy: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = plays(Looks(), [toy], tmp_path, trials=3, workers=0)
+    whole, records = arrays(folder), outcome(folder)
+    folder.episode_path(toy.id, 1).unlink()
+    with resume(folder.path, Looks(), [toy], workers=0) as run:
+        assert run.todo == [(toy.id, 1)]
+        list(run)
+    (said,) = caplog.messages
+    assert said == f"{folder.episode_path(toy.id, 1)} is gone, and {toy.id} trial 1 will be played again"
+    assert arrays(folder) == whole
+    assert outcome(folder) == records
+
+
 def test_the_replan_of_an_option_is_kept_when_resumed(tmp_path: Path, toy: Task) -> None:
     folder = plays(zero(), [toy], tmp_path, trials=1, workers=0, replan=3)
     (folder.path / "episodes.jsonl").write_text("")

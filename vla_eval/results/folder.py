@@ -317,7 +317,8 @@ def _lines(path: Path) -> Iterator[EpisodeRecord]:
         try:
             data = json.loads(line)
         except ValueError as error:
-            raise BadRequest(f"{path}: line {number} is no JSON ({error})") from error
+            mend = f"delete that line, and vla-eval run --resume {path.parent} plays its episode again"
+            raise BadRequest(f"{path}: line {number} is no JSON ({error}); {mend}") from error
         yield _built(EpisodeRecord, data, f"{path}: line {number}")
     if torn:
         _say_torn(path, len(whole) + 1)

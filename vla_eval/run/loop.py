@@ -350,11 +350,20 @@ class Run:
         self._open.enter_context(folder.locked())
         folder.sweep()
         self.folder = folder
-        self.before = [record for record in folder.records() if record.outcome != "error"]
+        self.before = [record for record in folder.records() if record.outcome != "error" and self._whole(folder, record)]
         self._done = {(record.task, record.trial): record for record in self.before}
         self.todo = [key for key in self.manifest.ledger if key not in self._done]
         if self._stop is not None and (why := self._stop.of(self.before, self.manifest.ledger)):
             self.stopped, self.todo = why, []
+
+    @staticmethod
+    def _whole(folder: RunFolder, record: EpisodeRecord) -> bool:
+        """Whether a record's arrays are there too: without them nothing can be drawn, checked or sorted."""
+        arrays = folder.episode_path(record.task, record.trial)
+        if not arrays.exists():
+            _log.warning("%s is gone, and %s trial %d will be played again", arrays, record.task, record.trial)
+            return False
+        return True
 
     # Episodes in this process, for a debugger.
 
