@@ -1205,7 +1205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not isinstance(spoken, StringIO):
                 return DONE
             answer = Answer({"version" if "--version" in words else "help": spoken.getvalue().rstrip("\n")}, "")
-        if message := answer.data.get("error") if answer.exit in (REFUSED, INTERRUPTED) else None:
+        if isinstance(message := answer.data.get("error"), str):
             stderr.print(Text(f"vla-eval: {message}"))
         try:
             _tell(answer, out, as_json)
