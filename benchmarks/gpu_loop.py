@@ -1,7 +1,8 @@
 """Closed loops on a machine with a GPU: LIBERO's simulators draw beside engines that answer, twice the same; and the oracle over a suite.
 
     python benchmarks/gpu_loop.py [--models gr00t,pi05] [--bundle MODEL=DIR …] [--suite libero_spatial] [--workers 4] [--dtype fp16]
-                                  [--size full|tiny] [--backend tensorrt] [--oracle TRIALS] [--minutes 8] [--work DIR] [--out DIR]
+                                  [--kernels gr00t] [--size full|tiny] [--backend tensorrt] [--oracle TRIALS] [--minutes 8]
+                                  [--work DIR] [--out DIR]
 
 Engines have random weights, so no episode succeeds: every one lasts as long as the protocol lets it. A bundle that is not given is built
 straight from a synthetic checkpoint and stays in --work. `loop.json` goes into --out, by default $OUT; whatever fails, the rest is in it.
@@ -42,6 +43,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--dtype", default="fp16")
+    parser.add_argument("--kernels", default="", help="models that are exported with the denoise loop's own kernels")
     parser.add_argument("--size", default="full", choices=["full", "tiny"])
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--oracle", type=int, default=0, metavar="TRIALS", help="of each task of the suite")
@@ -74,7 +76,8 @@ def made(note: Note, asked: argparse.Namespace, model: str, work: Path) -> Path:
         note["synth_s"] = round(time.perf_counter() - began, 1)
     tiny = {"geometry": checkpoint / "geometry.json"} if asked.size == "tiny" else {}
     direct = {"direct": True} if asked.backend == "tensorrt" else {}
-    registry.load_recipe(model)(checkpoint, out, dtype=asked.dtype, **OPTIONS[model], **tiny, **direct)
+    kernels = {"kernels": True} if model in asked.kernels.split(",") else {}
+    registry.load_recipe(model)(checkpoint, out, dtype=asked.dtype, **OPTIONS[model], **tiny, **direct, **kernels)
     return out
 
 

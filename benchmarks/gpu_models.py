@@ -1,10 +1,12 @@
 """One model of random weights on a GPU: built, answered as one CUDA graph a request, checked, and timed beside the same network in PyTorch.
 
     python benchmarks/gpu_models.py gr00t|pi05 [--routes direct,onnx] [--dtype fp16|bf16] [--batch 8] [--rival] [--parity]
-                                    [--size full|tiny] [--requests 500] [--leak 1000] [--minutes 8] [--work DIR] [--out DIR]
+                                    [--kernels] [--size full|tiny] [--requests 500] [--leak 1000] [--minutes 8] [--work DIR] [--out DIR]
 
 With `--batch N` a bundle of batch 1 is made and timed in the same run. `--parity` makes the float32 graphs too and runs them on the CPU:
-some minutes at full size, 14 GB of disk, 30 GB of memory. One JSON goes into --out, by default $OUT; whatever fails, the rest stands in it.
+some minutes at full size, 14 GB of disk, 30 GB of memory.
+`--kernels` exports the denoise loop's own kernels too and times it both ways. One JSON goes into --out, by default $OUT; whatever fails, the
+rest stands in it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from vla_eval import registry
 from vla_eval.arrays import read_npz
 from vla_eval.engines import trt
 from vla_eval.engines.bench import measure, rival
-from vla_eval.engines.bundle import Bundle, Component, open_bundle
+from vla_eval.engines.bundle import Bundle, Component
 from vla_eval.engines.trt_build import build, card_here, plan_file, record_of, standing
 from vla_eval.engines.trt_run import Requests
 from vla_eval.engines.verify import SELFTEST, compare, score, trace
@@ -53,6 +55,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rival", action="store_true")
     parser.add_argument("--parity", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--size", default="full", choices=["full", "tiny"])
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--leak", type=int, default=1000)
@@ -63,7 +66,7 @@ def main() -> int:
     work = asked.work or Path(tempfile.mkdtemp())
     work.mkdir(parents=True, exist_ok=True)
     flavour = trt.door()
-    file = asked.out / f"{asked.model}-{asked.size}-{asked.dtype}-b{asked.batch}.json"
+    file = asked.out / f"{asked.model}-{asked.size}-{asked.dtype}-b{asked.batch}{'-kernels' if asked.kernels else ''}.json"
     about = {"model": asked.model, "size": asked.size, "dtype": asked.dtype, "tensorrt": f"{flavour.name} {flavour.version}"}
     parts = Parts(file, minutes=asked.minutes, command=" ".join(sys.argv), sm=card_here(), support=flavour.supports(card_here()), **about)
     checkpoint = work / f"{asked.model}-{asked.size}"
@@ -88,18 +91,24 @@ def one_route(parts: Parts, asked: argparse.Namespace, route: str, batch: int, c
         return
     policy = parts(f"{name} load, cold", lambda note: opened(note, bundle))
     if policy is not None:
-        asked_of(parts, name, asked, policy, truth)
+        asked_of(parts, name, asked, bundle, policy, truth)
     policy = None  # frees the card
     gc.collect()
     policy = parts(f"{name} load, cached", lambda note: opened(note, bundle))
     policy = None
     gc.collect()
-    if truth is not None:
-        parts(f"{name} components against float32", lambda note: note.update(components(bundle, truth)))
+    if asked.kernels and batch == 1:
+        policy = parts(f"{name} load, loop in the engine", lambda note: opened(note, bundle, loop="engine"))
+        if policy is not None:
+            rehearsal = policy.rehearse(WORDS[asked.model])
+            parts(f"{name} latency, loop in the engine", lambda note: note.update(latency(rehearsal, asked.requests)))
+            del rehearsal
+        policy = None
+        gc.collect()
     shutil.rmtree(out)
 
 
-def asked_of(parts: Parts, name: str, asked: argparse.Namespace, policy: Any, truth: Truth | None) -> None:
+def asked_of(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle, policy: Any, truth: Truth | None) -> None:
     """Everything about one policy that is loaded."""
     rehearsal = policy.rehearse(WORDS[asked.model])
     parts(f"{name} first request", lambda note: note.update(ms={k: 1e3 * v for k, v in rehearsal.answer().items()}))
@@ -114,11 +123,13 @@ def asked_of(parts: Parts, name: str, asked: argparse.Namespace, policy: Any, tr
     if truth is not None:
         chunk = policy.model.runtime(rehearsal.rows)[0].chunk
         parts(f"{name} chunk against float32", lambda note: note.update(asdict(score(chunk, truth.chunk))))
+        parts(f"{name} components against float32", lambda note: note.update(components(bundle, policy, truth)))
 
 
 def built(note: Note, asked: argparse.Namespace, checkpoint: Path, out: Path, batch: int, *, direct: bool) -> Bundle:
     """The bundle with its plans; seconds and memory of each build, and the kernels that it runs."""
-    bundle: Bundle = recipe(asked, checkpoint, out, dtype=asked.dtype, batch=batch, direct=direct)
+    kernels = {"kernels": True} if asked.kernels and batch == 1 else {}
+    bundle: Bundle = recipe(asked, checkpoint, out, dtype=asked.dtype, batch=batch, direct=direct, **kernels)
     if not direct:
         build(bundle)
     for component in bundle.components.values():
@@ -146,9 +157,9 @@ def layers(component: Component) -> dict[str, Any]:
     return {"kernels": len(names), "first_kernels": [name[:90] for name in names[:40]]}
 
 
-def opened(note: Note, bundle: Bundle) -> Any:
+def opened(note: Note, bundle: Bundle, **options: Any) -> Any:
     """The policy, loaded and self-tested."""
-    policy = registry.load_policy(bundle.model, bundle=bundle, backend="tensorrt")
+    policy = registry.load_policy(bundle.model, bundle=bundle, backend="tensorrt", **options)
     note["engines"] = policy.engines  # type: ignore[attr-defined]
     note["allocated_bytes"] = device(policy).card.allocated
     return policy
@@ -255,9 +266,9 @@ def float32(note: Note, asked: argparse.Namespace, checkpoint: Path, work: Path)
     return Truth(calls, answer.chunk)
 
 
-def components(bundle: Bundle, truth: Truth) -> dict[str, Any]:
+def components(bundle: Bundle, policy: Any, truth: Truth) -> dict[str, Any]:
     """Every component, and the velocity of every denoise step, against the float32 graphs on the same inputs."""
-    verdict = compare(open_bundle(bundle.path), truth.calls, backend="tensorrt")
+    verdict = compare(bundle, truth.calls, engines=policy.model.runtime._call.engines)
     found: dict[str, Any] = {"gate": verdict.gate._asdict(), "passed": verdict.passed}
     for row in verdict.rows:
         worst = found.setdefault(row.component, {"least cosine": 1.0, "largest relative": 0.0, "outputs": 0})

@@ -110,21 +110,27 @@ def trace(bundle: Bundle, inputs: Flat, *, backend: str = "auto", engines: Mappi
     return found
 
 
-def compare(bundle: Bundle, reference: Flat, *, precision: str | None = None, backend: str = "auto") -> Verdict:
+def compare(
+    bundle: Bundle, reference: Flat, *, precision: str | None = None, backend: str = "auto", engines: Mapping[str, Engine] | None = None
+) -> Verdict:
     """The bundle's components on the reference's inputs, against the reference's outputs.
 
-    `precision` is the reference's, if it is less than the bundle's. Raises BadRequest for a reference that holds no outputs, another
-    component's tensors, or shapes that do not fit.
+    `precision` is the reference's, if it is less than the bundle's; `engines` replaces loading them. Raises BadRequest for a reference
+    that holds no outputs, another component's tensors, or shapes that do not fit.
     """
     calls = {name: sides for name, sides in _calls(reference).items() if name in bundle.components}
     if not any(call["out"] for sides in calls.values() for call in sides):
         raise BadRequest(f"the reference holds no output of {', '.join(bundle.components)}; its keys look like 'action/0/out/velocity'")
     precisions = [precision or "fp32", *(component.dtype for component in bundle.components.values())]
-    if chosen(list(bundle.components.values()), backend) == "tensorrt" and trt.door().name == "tensorrt_rtx":
+    if engines is not None:
+        rtx = any(engine.about["backend"] == "tensorrt_rtx" for engine in engines.values())
+    else:
+        rtx = chosen(list(bundle.components.values()), backend) == "tensorrt" and trt.door().name == "tensorrt_rtx"
+    if rtx:
         precisions.append("tf32")
     gate = GATES[max(precisions, key=list(GATES).index)]
     wanted = {key: array for key, array in reference.items() if key.partition("/")[0] in calls}
-    found = trace(bundle, {key: array for key, array in wanted.items() if "/in/" in key}, backend=backend)
+    found = trace(bundle, {key: array for key, array in wanted.items() if "/in/" in key}, backend=backend, engines=engines)
     rows = []
     for component, sides in calls.items():
         for call, side in enumerate(sides):
