@@ -5,8 +5,8 @@
 
 With `--batch N` a bundle of batch 1 is made and timed in the same run. `--parity` makes the float32 graphs too and runs them on the CPU:
 some minutes at full size, 14 GB of disk, 30 GB of memory.
-`--kernels` exports the denoise loop's own kernels too and times it both ways. One JSON goes into --out, by default $OUT; whatever fails, the
-rest stands in it.
+`--kernels` exports the denoise loop's own kernels too and times it both ways. One JSON goes into --out, by default $OUT; whatever fails,
+the rest stands in it.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from vla_eval.engines.bundle import (
     staged,
     uncovered,
 )
-from vla_eval.engines.engine import check_inputs, describe, load_engine, to_host
+from vla_eval.engines.engine import check_inputs, describe, load_engine, load_engines, to_host
 from vla_eval.engines.graph import PRECISIONS, Axis, axis
 from vla_eval.engines.onnx_pen import OnnxPen
 from vla_eval.engines.verify import GATES, compare, trace
@@ -476,6 +476,21 @@ def test_a_scaled_output_fails_although_its_cosine_is_one(
     assert [row.passed for row in verdict.rows] == [True, True, False, True]
     assert abs(verdict.rows[2].cosine) == pytest.approx(1, abs=1e-6)
     assert verdict.rows[2].scale == pytest.approx(scale, rel=1e-4)
+
+
+def test_engines_that_are_loaded_are_judged_in_place_of_the_bundles_own(made: Path, reference: dict[str, NDArray[Any]]) -> None:
+    bundle = open_bundle(made)
+    engines = load_engines(bundle.components.values())
+
+    class Off:
+        inputs, outputs, about = engines["first"].inputs, engines["first"].outputs, {"backend": "tensorrt_rtx"}
+
+        def __call__(self, **inputs: Any) -> dict[str, Any]:
+            return {name: to_host(tensor) * np.float32(1.1) for name, tensor in engines["first"](**inputs).items()}
+
+    verdict = compare(bundle, reference, engines={**engines, "first": Off()})
+    assert [row.component for row in verdict.rows if not row.passed] == ["first"]
+    assert verdict.gate == GATES["tf32"]  # of what ran, not of what would run here
 
 
 def test_the_worst_step_and_dimension_are_named(made: Path, reference: dict[str, NDArray[Any]]) -> None:
