@@ -674,12 +674,15 @@ def bench(
     from .engines.engine import chosen
     from .results.stats import percentiles
 
-    opened = open_bundle(bundle)
+    opened, options = open_bundle(bundle), _options(option)
+    if backend != "auto" and options.setdefault("backend", backend) != backend:
+        raise BadRequest(f"--backend {backend} and --option backend={options['backend']} disagree; say it once")
+    backend = str(options.get("backend", backend))
     words = _usual_instruction(opened) if instruction is None else instruction
     on_card = chosen(list(opened.components.values()), backend) == "tensorrt"
     if against is not None and not on_card:
         raise BadRequest(f"--against {against} needs {bundle} on a GPU: a CPU's time beside a GPU's says nothing; build its plans there")
-    policy = registry.load_policy(opened.model, bundle=bundle, backend=backend, **_options(option))
+    policy = registry.load_policy(opened.model, bundle=bundle, **options)
     rehearsal = _asked(policy, opened.model, "rehearse")(words)
     other = None
     if against is not None:

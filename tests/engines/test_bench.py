@@ -96,6 +96,13 @@ def test_without_an_instruction_one_of_the_registered_tasks_is_used(own: Bundle,
     assert json.loads(capfd.readouterr().out)["instruction"] in known
 
 
+def test_a_backend_is_said_once(own: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", str(own.path), "--requests", "1", "--warm-up", "0", "--option", "backend=onnxruntime"]
+    assert main(words) == 0
+    assert main([*words, "--backend", "tensorrt"]) == 2
+    assert "disagree; say it once" in capfd.readouterr().err
+
+
 def test_a_baseline_on_a_gpu_is_not_held_against_a_cpu(own: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(own.path), "--against", "torch", "--requests", "1"]) == 2
     assert "needs" in capfd.readouterr().err
