@@ -159,8 +159,38 @@ def renderer(choice: Choice) -> str:
 def check_versions() -> None:
     """Refuse a simulator in which scores would mean something else. Raises BadRequest with the command that mends it."""
     for name in ALLOWED:
-        if sentence := _unfit(name):
+        if (sentence := unfit(name)) and not (_any_version and installed(name)):
             raise BadRequest(sentence)
+
+
+@contextlib.contextmanager
+def any_version() -> Iterator[None]:
+    """Let a simulator of any version be built in this block: for measuring what is wrong with it, and for nothing that is scored."""
+    _any_version.append(True)
+    try:
+        yield
+    finally:
+        _any_version.pop()
+
+
+def unfit(name: str) -> str:
+    """The sentence about a package whose version scores do not allow, or nothing."""
+    wanted, least, most, pin = ALLOWED[name]
+    found = installed(name)
+    if found is None:
+        return f"{name} is not installed, and LIBERO needs {wanted}; pip install '{pin}'"
+    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
+    if numbers[: len(least)] < least or numbers[: len(most)] > most:
+        return f"{name} {found} is installed, and scores need {wanted}; pip install '{pin}'"
+    return ""
+
+
+def installed(name: str) -> str | None:
+    """The version of a package, if there is one."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def versions() -> dict[str, str]:
@@ -202,6 +232,7 @@ def checks() -> list[Check]:
     return found
 
 
+_any_version: list[bool] = []  # one for each block that we are in
 _drawing: list[Choice] = []  # what this process's display was made with
 
 
@@ -267,25 +298,12 @@ def _probe(renderer: Renderer, device: int | None) -> str:
     return told
 
 
-def _unfit(name: str) -> str:
-    wanted, least, most, pin = ALLOWED[name]
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        return f"{name} is not installed, and LIBERO needs {wanted}; pip install '{pin}'"
-    numbers = tuple(int(n) for n in re.findall(r"\d+", found)[:3])
-    if numbers[: len(least)] < least or numbers[: len(most)] > most:
-        return f"{name} {found} is installed, and scores need {wanted}; pip install '{pin}'"
-    return ""
-
-
 def _version_check(name: str) -> Check:
     wanted, _, _, pin = ALLOWED[name]
-    try:
-        found = version(name)
-    except PackageNotFoundError:
+    found = installed(name)
+    if found is None:
         return Check(name, "absent", f"not installed; LIBERO needs {wanted}", f"pip install '{pin}'")
-    return Check(name, "fail", f"{found}; {wanted} is needed", f"pip install '{pin}'") if _unfit(name) else Check(name, "pass", found)
+    return Check(name, "fail", f"{found}; {wanted} is needed", f"pip install '{pin}'") if unfit(name) else Check(name, "pass", found)
 
 
 def _assets_check() -> Check:

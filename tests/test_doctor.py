@@ -8,11 +8,13 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from vla_eval import cli, doctor, registry
-from vla_eval.types import BadRequest, Check, Task
+from vla_eval.doctor import Certified
+from vla_eval.types import BadRequest, Check, Measured, Probe, Task
 
 
 def test_every_line_that_does_not_pass_says_what_mends_it() -> None:
@@ -93,6 +95,87 @@ def test_a_suite_or_environment_that_cannot_be_imported_fails(monkeypatch: pytes
     assert (broken.state, broken.found) == ("fail", "suite 'broken' cannot be imported")
     assert gone.state == "pass"
     assert (module.name, module.state) == ("no_such_module", "fail")
+
+
+def broken() -> Measured:
+    raise ZeroDivisionError("no context")
+
+
+PROBES = [
+    Probe("light", "bright", lambda: Measured(True, "bright", "never said")),
+    Probe("crash", "anything", broken, "a driver"),
+    Probe("taps", "shut", lambda: Measured(False, "open", "a washer")),
+]
+
+
+def kitchen(monkeypatch: pytest.MonkeyPatch, **module: Any) -> None:
+    """Two suites: `kitchen`, whose environments' module has `module`'s attributes, and `cellar`, whose has none."""
+    for name, attributes in (("kitchen", module), ("cellar", {})):
+        found = ModuleType(f"{name}_envs")
+        vars(found).update(attributes)
+        monkeypatch.setitem(sys.modules, f"{name}_envs", found)
+    monkeypatch.setattr(registry, "names", lambda group: ["cellar", "kitchen"])
+    monkeypatch.setattr(registry, "_all_tasks", lambda suite: [Task(f"{suite}@v1/0", f"{suite}_envs:me/X-v0", "cook", max_steps=3)])
+
+
+def test_a_crash_is_its_own_lines_error_and_the_others_go_on() -> None:
+    assert [doctor.measured(probe) for probe in PROBES] == [
+        Certified("light", "pass", "bright", "bright"),
+        Certified("crash", "error", "ZeroDivisionError: no context", "anything", "a driver"),
+        Certified("taps", "fail", "open", "shut", "a washer"),
+    ]
+
+
+def test_environments_of_any_package_certify_what_is_asked_for_or_what_they_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def certify(suites: list[str], play: Any) -> Any:
+        asked.append(list(suites))
+        return iter(PROBES)
+
+    kitchen(monkeypatch, certify=certify)
+    assert list(doctor.probes(["kitchen"])) == PROBES
+    assert list(doctor.probes()) == PROBES  # the cellar has nothing to say
+    assert asked == [["kitchen"], []]
+    with pytest.raises(BadRequest, match="--suite cellar: cellar_envs cannot certify"):
+        doctor.probes(["kitchen", "cellar"])
+    with pytest.raises(BadRequest, match="write kitchen"):
+        doctor.probes(["kitchen@v1"])
+    kitchen(monkeypatch)
+    with pytest.raises(BadRequest, match="nothing installed here"):
+        doctor.probes()
+
+
+@pytest.mark.parametrize(("wanted", "code"), [([0], 0), ([0, 1], 1), ([0, 2], 1)], ids=["pass", "error", "fail"])
+def test_a_certificate_is_printed_and_is_json_and_fails_by_exit_code_1(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, wanted: list[int], code: int
+) -> None:
+    lines = [PROBES[k] for k in wanted]
+    kitchen(monkeypatch, certify=lambda suites, play: iter(lines))
+    monkeypatch.setattr(doctor, "checks", list)
+    assert cli.main(["doctor", "--certify", "--json"]) == code
+    told = json.loads(capfd.readouterr().out)
+    assert told == {"checks": [], "certificate": [doctor.measured(probe)._asdict() for probe in lines], "exit": code}
+    assert cli.main(["doctor", "--certify", "--suite", "kitchen"]) == code
+    out = capfd.readouterr().out
+    for probe in lines:
+        for text in doctor.measured(probe)[2:]:
+            assert text in out
+    assert ("likely cause" in out) == bool(code)
+
+
+def test_what_cannot_be_certified_is_refused_before_anything_is_measured(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "checks", lambda: pytest.fail("measured"))
+    for words, sentence in (
+        (["--suite", "libero_10"], "--suite goes with --certify"),
+        (["--certify", "--suite", "libero_goals"], "did you mean 'libero_goal'"),
+        (["--certify", "--suite", "libero_10@gr00t"], "write libero_10"),
+        (["--certify", "--suite", "toy"], "--suite toy: nothing is recorded"),
+    ):
+        assert cli.main(["doctor", *words]) == 2
+        assert sentence in capfd.readouterr().err
 
 
 def test_tensorrt_by_flavour_and_age(monkeypatch: pytest.MonkeyPatch) -> None:

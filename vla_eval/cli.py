@@ -1161,22 +1161,41 @@ def _about(tasks: Sequence[Task]) -> dict[str, Any]:
 
 
 @app.command
-def doctor() -> Answer:
-    """Say what works on this machine, what does not, and the command that mends it; exit code 1 if something needed fails."""
-    from .doctor import checks
+def doctor(*, certify: Flag = False, suite: Words = ()) -> Answer:
+    """Say what works on this machine, what does not, and the command that mends it; exit code 1 if something needed fails.
 
+    Args:
+        certify: Measure by effect, in some minutes, whether pictures, physics, actions and success are those that scores mean.
+        suite: What to certify: libero_10. Several --suite certify several. [default: the cheapest suite that shows all]
+    """
+    from .doctor import checks, measured, probes
+
+    if suite and not certify:
+        raise BadRequest("--suite goes with --certify")
+    planned = probes(suite) if certify else None
     found = checks()
     table = Table("", "what", "found", "what mends it", show_header=False, box=None)
     for check in found:
-        table.add_row(
-            {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "absent": "[yellow]absent[/]"}[check.state],
-            Text(check.name),
-            Text(check.found, overflow="fold"),
-            Text(check.mend, overflow="fold"),
-        )
-    return Answer(
-        {"checks": [check._asdict() for check in found]}, table, INCOMPLETE if any(check.state == "fail" for check in found) else DONE
-    )
+        table.add_row(_STATES[check.state], Text(check.name), Text(check.found, overflow="fold"), Text(check.mend, overflow="fold"))
+    failed = any(check.state == "fail" for check in found)
+    data: dict[str, Any] = {"checks": [check._asdict() for check in found]}
+    if planned is None:
+        return Answer(data, table, INCOMPLETE if failed else DONE)
+    lines = []
+    for probe in planned:
+        with _busy(f"measuring {probe.name}"):
+            lines.append(measured(probe))
+    columns = ["", "what", "measured", "expected", *(["likely cause"] if any(line.cause for line in lines) else [])]
+    certificate = Table(*columns, box=None, title="certificate", title_justify="left")
+    for line in lines:
+        texts = [Text(text, overflow="fold") for text in (line.name, line.measured, line.expected, line.cause)]
+        certificate.add_row(_STATES[line.state], *texts[: len(columns) - 1])
+    failed |= any(line.state != "pass" for line in lines)
+    data["certificate"] = [line._asdict() for line in lines]
+    return Answer(data, Group(table, Text(), certificate), INCOMPLETE if failed else DONE)
+
+
+_STATES = {"pass": "[green]pass[/]", "fail": "[red]FAIL[/]", "error": "[red]ERROR[/]", "absent": "[yellow]absent[/]"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,13 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from itertools import chain
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from . import __version__, registry
-from .types import Check, VlaEvalError
+from .types import BadRequest, Check, EpisodeRecord, Probe, Task, VlaEvalError
 
 ROOM_LINKS = ("envs", "policies", "tasks")
 SIMULATOR_GB = 2.2  # one LIBERO process that draws
@@ -22,6 +24,60 @@ DISK_GB = 2.0  # a run of 500 episodes with films
 def checks() -> list[Check]:
     """Every line: Python and this installation, every registered suite and what its environments say, engines, GPU, film, memory, disk."""
     return [_python(), _installation(), *_suites(), *_tensorrt(), _gpu(), _ffmpeg(), _memory(), _disk()]
+
+
+class Certified(NamedTuple):
+    """One line of a certificate. An error is no failure: the line could not be measured."""
+
+    name: str
+    state: Literal["pass", "fail", "error"]
+    measured: str
+    expected: str
+    cause: str = ""
+
+
+def probes(suites: Sequence[str] = ()) -> Iterator[Probe]:
+    """What the environments' modules can measure of `suites`; no suites means each module's own choice.
+
+    Raises BadRequest, before the first probe, for a suite that is unknown or that nobody can certify, and if nobody certifies anything.
+    """
+    asked: dict[str, list[str]] = {}
+    for suite in suites or registry.names(registry.TASKS):
+        if "@" in suite:
+            raise BadRequest(f"--suite {suite}: suites are certified under their default protocol; write {suite.partition('@')[0]}")
+        for module in dict.fromkeys(task.env.rpartition(":")[0] for task in registry.load_tasks(suite)):
+            asked.setdefault(module, []).append(suite)
+    found: list[Iterator[Probe]] = []
+    for module, names in asked.items():
+        certify = getattr(import_module(module), "certify", None) if module else None
+        if certify is not None:
+            found.append(certify(names if suites else (), _play))
+        elif suites:
+            raise BadRequest(f"--suite {names[0]}: {module or 'its environments'} cannot certify; choose another suite")
+    if not found:
+        raise BadRequest("--certify: nothing installed here offers anything to certify")
+    return chain.from_iterable(found)
+
+
+def measured(probe: Probe) -> Certified:
+    """The probe's line. Whatever it raises is the line's error, and nobody else's."""
+    from .run.episode import guarded, told
+
+    result, error = guarded(probe.measure)
+    if error is not None:
+        return Certified(
+            probe.name, "error", told(error), probe.expected, probe.broken or "see the message: it broke before anything could be measured"
+        )
+    assert result is not None
+    state: Literal["pass", "fail"] = "pass" if result.holds else "fail"
+    return Certified(probe.name, state, result.found, probe.expected, "" if result.holds else result.cause)
+
+
+def _play(env: Any, task: Task, policy: str) -> EpisodeRecord:
+    from .run.episode import in_process, rollout
+
+    player = registry.load_policy(policy)
+    return rollout(env, in_process(player), task, player.needs, trial=0, seed=0, replan=player.horizon)
 
 
 def _python() -> Check:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict
@@ -222,6 +222,31 @@ class Check(NamedTuple):
     state: Literal["pass", "fail", "absent"]  # absent: not there, and needed only for some work
     found: str
     mend: str = ""  # the command or step that mends it
+
+
+class Measured(NamedTuple):
+    """What one probe found."""
+
+    holds: bool
+    found: str
+    cause: str = ""  # where it does not hold: what most likely makes it so, in plain words
+
+
+class Probe(NamedTuple):
+    """One line of `vla-eval doctor --certify`, which measures by effect whether an installation is the one that scores mean.
+
+    A module that registers environments may offer `certify(suites: Sequence[str], play: Play) -> Iterator[Probe]`; no suites means
+    its own choice, and suites that it cannot certify raise BadRequest before the first probe. `measure` may raise anything: then its
+    line is an error with the message, and the others go on.
+    """
+
+    name: str
+    expected: str
+    measure: Callable[[], Measured]
+    broken: str = ""  # what most likely makes it raise, if that is known
+
+
+Play = Callable[[Any, Task, str], EpisodeRecord]  # environment, task, a policy's name: trial 0 of a run of seed 0
 
 
 class TensorSpec(NamedTuple):
