@@ -100,7 +100,7 @@ def size(bundle: Bundle) -> int:
 
 def suites(bundle: Bundle) -> list[str]:
     """The suites that the bundle's checkpoint was trained for; empty: it does not say."""
-    return [str(suite) for suite in bundle.policy.get("trained_for", [])]
+    return list(bundle.policy.get("trained_for", []))
 
 
 def check_fits(bundle: Bundle, policy: str, suite: str) -> None:

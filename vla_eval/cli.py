@@ -432,7 +432,7 @@ def infer(
         arrays = _asked(registry.load_policy(opened.model, bundle=bundle, **options), opened.model, "infer_canonical")(canonical)
     elif observation is not None:
         given = read_npz(observation).items()
-        seen = {key: value.item() if value.dtype.kind == "U" and value.ndim == 0 else value for key, value in given}
+        seen = {key: value.item() if value.dtype.kind in "US" and value.ndim == 0 else value for key, value in given}
         start = None if noise is None else read_npy(noise)
         ask = _asked(registry.load_policy(opened.model, bundle=bundle, **options), opened.model, "infer")
         arrays = ask(seen, noise=start, seed=seed or 0)
@@ -610,12 +610,14 @@ def verify(
         raise BadRequest("give one of --reference, --against, --dump and --tensors")
     if steps is not None and tensors is None:
         raise BadRequest("--steps belongs to --tensors: the other references hold one call for each step")
+    if dump is not None and (dump.is_dir() or not dump.parent.is_dir()):
+        raise BadRequest(f"--dump {dump}: {'that is a folder' if dump.is_dir() else 'there is no such folder'}; name a file to write")
     opened = open_bundle(bundle)
     if tensors is not None:
         options = {"backend": backend} if steps is None else {"backend": backend, "steps": steps}
         row = verifying.score(*_asked(registry.load_policy(opened.model, bundle=bundle, **options), opened.model, "reproduce")(*tensors))
         told = f"{'passed' if row.passed else 'FAILED'}: cosine {row.cosine:.9f}, at least {verifying.CHUNK_COSINE}; largest difference "
-        told += f"{row.max_abs:.3g} at step, dimension {', '.join(map(str, row.worst))}, at most {verifying.CHUNK_MAX_ABS}"
+        told += f"{row.max_abs:.3g} in action {row.worst[0]}, number {row.worst[1]}, at most {verifying.CHUNK_MAX_ABS}"
         scored = {
             "bundle": opened.digest, "passed": row.passed, "cosine": row.cosine, "max_abs": row.max_abs, "worst": list(row.worst),
             "gate": {"cosine": verifying.CHUNK_COSINE, "max_abs": verifying.CHUNK_MAX_ABS},
@@ -743,11 +745,10 @@ def bundles_(folder: Path | None = None, /) -> Answer:
     for bundle in found:
         size, dtype = bundles.size(bundle), str(bundle.options.get("dtype", "?"))
         served = bundles.suites(bundle)
+        names = ", ".join(served) or "not said"
         row = {"path": str(bundle.path), "policy": bundle.model, "suites": served, "dtype": dtype, "frontend": bundle.frontend}
         told.append({**row, "digest": bundle.digest, "export_id": bundle.export_id, "bytes": size})
-        table.add_row(
-            bundle.path.name, bundle.model, ", ".join(served) or "any", dtype, bundle.frontend, bundle.digest[:12], f"{size / 1e6:.1f} MB"
-        )
+        table.add_row(bundle.path.name, bundle.model, names, dtype, bundle.frontend, bundle.digest[:12], f"{size / 1e6:.1f} MB")
     for sentence in broken:
         _log.warning("%s", sentence)
     shown = table if found else Text(f"{place} holds no bundle; vla-eval export makes one")

@@ -50,6 +50,9 @@ class Adapter:
 
 def read(adapter: Adapter, c: Configuration, request: Mapping[str, Any]) -> Seen:
     """The request's pictures, state and text, checked. Raises InvalidObservation, naming the key, what it has and what is wanted."""
+    names = list(request) if isinstance(request, Mapping) else [request]
+    if strange := [name for name in names if not isinstance(name, str) or not isinstance(request, Mapping)]:
+        raise InvalidObservation(f"the request holds {strange[0]!r}, wanted a table of arrays by their names, such as 'prompt'")
     flat = _flat(request)
     cameras = {adapter.camera_key.format(camera.name): camera for camera in c.cameras}
     ignored = {adapter.camera_key.format(name) for name in c.ignored}
@@ -135,7 +138,7 @@ def _picture(key: str, value: Any, layout: Layout) -> Vector:
 
 
 def _numbers(key: str, value: Any, count: int) -> Array:
-    numbers = np.asarray(value) if isinstance(value, np.ndarray | float | int) and not isinstance(value, bool) else None
+    numbers = np.asarray(value) if isinstance(value, np.ndarray | np.number | float | int) and not isinstance(value, bool) else None
     if numbers is not None and count == 1 and numbers.ndim == 0:
         numbers = numbers[None]  # a gripper may come as a plain number
     if numbers is None or numbers.dtype.kind not in "fiu" or numbers.shape != (count,):

@@ -169,10 +169,18 @@ def read_config(checkpoint: Path, g: Geometry, width: int) -> Said:
     side = [g.vision.image] * 2
     if config.get("image_resolution", side) != side:
         raise BadRequest(f"{file}: image_resolution is {config['image_resolution']!r}; only {side} is built")
-    horizon = config.get("n_action_steps", config.get("action_horizon"))  # never chunk_size: that is another number
-    if horizon is not None and (not isinstance(horizon, int) or isinstance(horizon, bool) or horizon < 1):
-        raise BadRequest(f"{file}: the horizon is {horizon!r}, no whole number from 1; fetch the file again")
-    return Said(file, horizon, _features(file, config))
+    return Said(file, _horizon(file, config), _features(file, config))
+
+
+def _horizon(file: Path, config: Mapping[str, Any]) -> int | None:
+    """LeRobot's n_action_steps or openpi's action_horizon; never chunk_size, which is another number."""
+    found = {name: config[name] for name in ("n_action_steps", "action_horizon") if config.get(name) is not None}
+    for name, horizon in found.items():
+        if not isinstance(horizon, int) or isinstance(horizon, bool) or horizon < 1:
+            raise BadRequest(f"{file}: {name} is {horizon!r}, no whole number from 1; fetch the file again")
+    if len(set(found.values())) > 1:
+        raise BadRequest(f"{file}: n_action_steps is {found['n_action_steps']}, action_horizon {found['action_horizon']}; which is it?")
+    return next(iter(found.values()), None)
 
 
 def check_architecture(checkpoint: Checkpoint, g: Geometry = RELEASED) -> int:
@@ -186,7 +194,8 @@ def check_architecture(checkpoint: Checkpoint, g: Geometry = RELEASED) -> int:
         "time_mlp_in.weight": "time_mlp_in.weight" in held,
         "adaRMS norms in the expert": f"{EXPERT}.layers.0.input_layernorm.dense.weight" in held,
     }
-    pi0 = [name for name in ("state_proj.weight", "action_time_mlp_in.weight") if name in held]
+    plain_norm = f"{EXPERT}.layers.0.input_layernorm.weight"
+    pi0 = [name for name in ("state_proj.weight", "action_time_mlp_in.weight", plain_norm) if name in held]
     if any(marks.values()) and (pi0 or not all(marks.values())):
         has = [*(name for name, there in marks.items() if there), *pi0]
         lacks = "".join(f", but not {name}" for name, there in marks.items() if not there)
@@ -201,16 +210,26 @@ def check_architecture(checkpoint: Checkpoint, g: Geometry = RELEASED) -> int:
     optional = {HEAD, EMBEDDING, DEAD_HEAD, *dead_names(g)}
     for name, shape in (wanted | {EMBEDDING: wanted[HEAD]}).items():
         if name in held and held[name].shape != shape:
-            raise BadRequest(
-                f"{held[name].file}: {name!r} has shape {list(held[name].shape)}, the geometry says {list(shape)}; is --geometry right?"
-            )
+            raise BadRequest(f"{held[name].file}: {name!r} has shape {list(held[name].shape)}, {_said(g, str(list(shape)))}")
     missing = [name for name in wanted if name not in held and name not in optional]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadRequest(f"{checkpoint.path}: no tensor {', '.join(missing[:3])}{more}; the checkpoint is incomplete, fetch it again")
-    if strange := unknown(checkpoint, g):
+    strange = unknown(checkpoint, g)
+    for root, layers in ((f"{VISION}.encoder", g.vision.layers), (PREFIX, g.prefix.layers), (EXPERT, g.expert.layers)):
+        for name in strange:
+            layer = re.match(rf"{re.escape(root)}\.layers\.(\d+)\.", name)
+            if layer and int(layer[1]) >= layers:
+                raise BadRequest(f"{checkpoint.path}: {name!r} is of a deeper network, {_said(g, f'{layers} layers')}")
+    if strange:
         _log.warning("%s: %d tensors are none of pi0.5's and are not used: %s", checkpoint.path, len(strange), ", ".join(strange[:3]))
     return width
+
+
+def _said(g: Geometry, what: str) -> str:
+    if g == RELEASED:
+        return f"the released model has {what}; declare this checkpoint's sizes with --geometry FILE"
+    return f"--geometry says {what}; is it this checkpoint's?"
 
 
 def tensor_shapes(g: Geometry, action_dim: int = 32) -> dict[str, tuple[int, ...]]:

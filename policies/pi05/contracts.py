@@ -22,6 +22,9 @@ BINS = 256  # of a state number in the prompt
 PROMPT_TOKENS = 200  # the reference cuts what is longer
 STATISTICS = "norm_stats.json"
 MODEL_FAMILY = "pi05"
+MARKS = {"add_bos": True, "add_eos": False}  # around a prompt's pieces
+_ENGINES = ("max_dim", "max_text")  # numbers of policy.json that the engines decide, not the configuration
+_PADDING = 1e-6  # of a range: numbers that openpi pads statistics with move less
 
 _log = logging.getLogger(__name__)
 
@@ -134,13 +137,13 @@ def read_policy(said: Mapping[str, Any], where: Path) -> Configuration:
             f"{where}: model_family {said.get('model_family')!r} with policy_config {name!r} is not implemented here; "
             f"there are {', '.join(CONFIGURATIONS)} of {MODEL_FAMILY!r}"
         )
-    mine = policy_json(configuration, width=0, image=0, tokenizer={}, max_text=0)
-    for field in ("adapter", "discrete_state_input", "state", "cameras", "action"):
+    mine = policy_json(configuration, width=0, image=0, tokenizer=MARKS, max_text=0)
+    for field in ("adapter", "discrete_state_input", "state", "cameras", "action", "tokenizer"):
         wanted, found = mine[field], said.get(field)
         parts = [(field, found, wanted)]
         if isinstance(wanted, dict):
             table = found if isinstance(found, dict) else {}
-            parts = [(f"{field}.{key}", table.get(key), value) for key, value in wanted.items() if key != "max_dim"]
+            parts = [(f"{field}.{key}", table.get(key), value) for key, value in wanted.items() if key not in _ENGINES]
         for path, has, value in parts:
             if has != value:
                 raise ContractMismatch(f"{where}: {path} is {has!r}, {name} has {value!r}; export the checkpoint again")
@@ -181,6 +184,9 @@ def read_statistics(file: Path, c: Configuration) -> Statistics:
         for name, rows, dim in (("state", state, c.state_dim), ("actions", action, c.action_dim))
         for i in np.flatnonzero(rows.q01[:dim] == rows.q99[:dim])
     ]
+    for name, rows, dim in (("state", state, c.state_dim), ("actions", action, c.action_dim)):
+        if count := int(np.count_nonzero(rows.q99[dim:] - rows.q01[dim:] > _PADDING)):
+            _log.warning("%s: %s has %d numbers more than %s; are these another robot's statistics?", file, name, count, c.name)
     if still:
         _log.warning("%s: %s never moved in the training data; the model is blind there", file, ", ".join(still))
     return Statistics(state, action, file, hashlib.sha256(file.read_bytes()).hexdigest())
@@ -196,6 +202,8 @@ def _range(file: Path, said: Mapping[str, Any], key: str, dim: int) -> Range:
     for i, (a, b) in enumerate(zip(low, high, strict=True)):
         if a > b:
             raise BadRequest(f"{file}: {key}.q01[{i}] is {a}, above q99's {b}; fetch the file again")
+        if not math.isfinite(b - a):
+            raise BadRequest(f"{file}: {key} runs from {a} to {b} in dimension {i}, which no number holds; fetch the file again")
     return Range(np.array(low), np.array(high))
 
 
@@ -206,9 +214,16 @@ def _row(file: Path, rows: Mapping[str, Any], key: str, name: str, dim: int) -> 
     if len(values) < dim:
         raise BadRequest(f"{file}: {key}.{name} holds {len(values)} numbers, the robot has {dim}; these are another robot's statistics")
     for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadRequest(f"{file}: {key}.{name}[{i}] is {value!r}, no finite number; fetch the file again")
+        if not _finite(value):
+            raise BadRequest(f"{file}: {key}.{name}[{i}] is {repr(value)[:40]}, no finite number; fetch the file again")
     return [float(value) for value in values]
+
+
+def _finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # JSON's whole numbers have no limit
+        return False
 
 
 assert all(len(c.cameras) <= VIEWS for c in CONFIGURATIONS.values())

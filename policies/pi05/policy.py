@@ -110,7 +110,9 @@ class Pi05Policy:
         """
         side = self.runtime.geometry.vision.image
         seen = _raw(pixel_file, np.float16, (3, side, side), range(1, VIEWS + 1), "views")
-        start = _raw(start_file, np.float32, (self.runtime.horizon, self.runtime.width), range(1, 2), "chunks")
+        if np.abs(seen).max() > 1:
+            raise BadRequest(f"{pixel_file} runs from {seen.min()} to {seen.max()}, wanted pictures in -1 … 1, as the network takes them")
+        start = _raw(start_file, np.float32, (self.runtime.horizon, self.runtime.width), range(1, 2), "chunk")
         return Inputs(seen.astype(np.float32), _ids(token_file), start[0].astype(np.float32))
 
     def infer_canonical(self, folder: Path) -> dict[str, NDArray[Any]]:
@@ -143,11 +145,12 @@ class Pi05Policy:
     def _start(self, noise: Vector | None, seed: int) -> NDArray[np.float32]:
         shape = (self.runtime.horizon, self.runtime.width)
         if noise is None:
-            if not 0 <= seed < SEED_LIMIT:
-                raise InvalidObservation(f"seed is {seed}; it must lie between 0 and {SEED_LIMIT - 1}")
+            if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or not 0 <= seed < SEED_LIMIT:
+                raise InvalidObservation(f"seed is {seed!r}; it must be a whole number between 0 and {SEED_LIMIT - 1}")
             return draw_noise(seed, *shape)
-        if noise.shape not in {shape, (1, *shape)} or noise.dtype != np.float32:
-            raise InvalidObservation(f"noise is {noise.dtype} {list(noise.shape)}, wanted float32 {list(shape)}")
+        if not isinstance(noise, np.ndarray) or noise.shape not in {shape, (1, *shape)} or noise.dtype != np.float32:
+            has = f"{noise.dtype} {list(noise.shape)}" if isinstance(noise, np.ndarray) else type(noise).__name__
+            raise InvalidObservation(f"noise is {has}, wanted float32 {list(shape)}")
         return noise.reshape(shape)
 
 
@@ -166,7 +169,7 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
     rows = int(bundle.options["geometry"]["table_rows"])
     if tokens.size > rows:
         raise ContractMismatch(f"{tokens.file} has {tokens.size} pieces, the token table {rows} rows; it is another model's tokenizer")
-    if (said := bundle.policy.get("tokenizer", {}).get("sentencepiece_sha256")) != tokens.sha256:
+    if (said := bundle.policy["tokenizer"].get("sentencepiece_sha256")) != tokens.sha256:
         raise ContractMismatch(f"{tokens.file} is not the tokenizer of the export (its SHA-256 is not {said}); copy the bundle again")
     runtime = Pi05Runtime(bundle, backend=backend, steps=steps)
     if (width := bundle.policy["action"].get("max_dim")) != runtime.width:
@@ -180,6 +183,8 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
 def _raw(file: Path, dtype: Any, shape: tuple[int, ...], counts: range, what: str) -> Vector:
     """[N, *shape] from a file of nothing but numbers."""
     item = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if file.is_dir():
+        raise BadRequest(f"{file} is a folder, wanted a file of {np.dtype(dtype)} {list(shape)}")
     try:
         size = file.stat().st_size
         if size % item or size // item not in counts:
@@ -197,11 +202,16 @@ def _ids(file: Path) -> NDArray[np.int64]:
     try:
         if file.stat().st_size > _CSV_LIMIT:
             raise BadRequest(f"{file}: {file.stat().st_size} bytes are too many for a prompt")
-        words = file.read_text("utf-8").replace(",", " ").split()
+        rows = [line.split() for line in file.read_text("utf-8-sig").replace(",", " ").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise BadRequest(f"{file}: cannot be read ({error})") from error
+    if len(rows) > 1 and max(map(len, rows)) > 1:
+        raise BadRequest(f"{file} has {len(rows)} rows of ids; a prompt is one row, or one id a line")
+    words = [word for row in rows for word in row]
     for word in words:
         if not (word.isascii() and word.isdigit() and len(word) < 10):
             raise BadRequest(f"{file}: {word!r} is no token id")
-    ids = np.array([int(word) for word in words], np.int64)
-    return ids[: int(np.flatnonzero(ids)[-1]) + 1] if ids.any() else ids[:0]  # the reference's prompt ends in padding, which is id 0
+    ids = np.trim_zeros(np.array([int(word) for word in words], np.int64), "b")  # the reference's prompt ends in padding, which is id 0
+    if not ids.all():
+        raise BadRequest(f"{file}: padding (id 0) stands before other tokens; nothing is masked here, so leave it out")
+    return ids

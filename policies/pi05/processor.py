@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vla_eval.images import fit_with_border
 from vla_eval.types import BadRequest, Image, InvalidObservation, Vector
 
-from .contracts import BINS, PROMPT_TOKENS, Range
+from .contracts import BINS, MARKS, PROMPT_TOKENS, Range
 
 TOKENIZER = "paligemma_tokenizer.model"
 TOKENIZER_NAMES = (TOKENIZER, "tokenizer.model")  # openpi's and the model hub's name for the same file
@@ -34,7 +34,7 @@ class Tokens:
         import sentencepiece
 
         if not file.is_file():
-            raise BadRequest(f"{file} does not exist; it is PaliGemma's SentencePiece model, name another place with --tokenizer FILE")
+            raise BadRequest(f"{file} is no file; PaliGemma's SentencePiece model is wanted; name it with --tokenizer FILE")
         if file.stat().st_size > _LIMIT:
             raise BadRequest(f"{file}: {file.stat().st_size} bytes are too many for a tokenizer")
         content = file.read_bytes()
@@ -75,7 +75,7 @@ class Tokens:
 
     def about(self) -> dict[str, Any]:
         """What policy.json says of it."""
-        return {"sentencepiece_sha256": self.sha256, "pieces": self.size, "add_bos": True, "add_eos": False}
+        return {"sentencepiece_sha256": self.sha256, "pieces": self.size, **MARKS}
 
 
 def clean(prompt: str) -> str:

@@ -105,7 +105,9 @@ def recipe(
     width = check_architecture(stored, g)
     configuration = choose(policy_config, read_config(checkpoint, g, width))
     if configuration.action_dim > width:
-        raise BadRequest(f"{checkpoint}: actions are {width} wide, {configuration.name} has {configuration.action_dim}; choose another")
+        raise BadRequest(
+            f"{checkpoint}: actions are {width} wide, {configuration.name} has {configuration.action_dim}; choose another --policy-config"
+        )
     source = Path(norm_stats) if norm_stats else find_statistics(checkpoint, "--norm-stats FILE")
     statistics = read_statistics(source, configuration)
     tokens = Tokens(_tokenizer(checkpoint, tokenizer))

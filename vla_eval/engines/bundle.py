@@ -141,6 +141,9 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
         raise ContractMismatch(f"{folder} has two contracts, policy.json and action/policy.json; remove the one that no export wrote")
     (policy_file,) = policy_files
     policy = _stamped(policy_file)
+    trained = policy.get("trained_for", [])
+    if not isinstance(trained, list) or not all(isinstance(suite, str) for suite in trained):
+        raise ContractMismatch(f"{policy_file}: trained_for is {trained!r}, no list of suites; export the checkpoint again")
     components = {file.parent.name: Component(file.parent.name, file.parent, _config(file)) for file in configs}
     for component in components.values():
         for name in _IDENTITY:
@@ -149,8 +152,8 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
                     f"{component.folder / 'config.json'}: {name} is {component.config[name]!r}, {policy_file.relative_to(folder)} has "
                     f"{policy[name]!r}; these come from two exports, make all components by one"
                 )
-        stamp, options = (policy[name] for name in ("model", "frontend", "checkpoint_fingerprint")), component.config["options"]
-        made = Identity(*stamp, options, policy["version"])
+        options = component.config["options"]
+        made = Identity(policy["model"], policy["frontend"], policy["checkpoint_fingerprint"], options, policy["version"])
         if made.export_id != policy["export_id"]:
             raise ContractMismatch(
                 f"{component.folder / 'config.json'}: its options are not those of export {policy['export_id']}, so somebody has edited "
@@ -390,6 +393,8 @@ def _config(file: Path) -> dict[str, Any]:
         check_profile(
             str(file), {n: said["axes"] for n, said in config["tensor_contract"]["inputs"].items()}, config["optimization_profile"]
         )
+        if not isinstance(config["builder_config"], dict):
+            raise ContractMismatch(f"{file}: builder_config is no table; export the component again")
         if config["options"]["dtype"] not in PRECISIONS:
             raise ContractMismatch(f"{file}: dtype is {config['options']['dtype']!r}, none of {', '.join(PRECISIONS)}")
         for name, said in config["artifacts"].items():

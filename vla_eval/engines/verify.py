@@ -64,7 +64,7 @@ class Verdict:
 
     gate: Gate
     rows: tuple[Row, ...]
-    not_compared: tuple[str, ...]  # components of the bundle that the reference says nothing of
+    not_compared: tuple[str, ...]  # components that only one of the two has: the bundle, or the reference
 
     @property
     def passed(self) -> bool:
@@ -118,7 +118,8 @@ def compare(
     `precision` is the reference's, if it is less than the bundle's; `engines` replaces loading them. Raises BadRequest for a reference
     that holds no outputs, another component's tensors, or shapes that do not fit.
     """
-    calls = {name: sides for name, sides in _calls(reference).items() if name in bundle.components}
+    told = _calls(reference)
+    calls = {name: sides for name, sides in told.items() if name in bundle.components}
     if not any(call["out"] for sides in calls.values() for call in sides):
         raise BadRequest(f"the reference holds no output of {', '.join(bundle.components)}; its keys look like 'action/0/out/velocity'")
     precisions = [precision or "fp32", *(component.dtype for component in bundle.components.values())]
@@ -142,7 +143,7 @@ def compare(
                 earlier = [c for c in range(call) if np.array_equal(found[f"{component}/{c}/out/{output}"], found[key])]
                 stale = any(not np.array_equal(sides[c]["out"].get(output, array), array) for c in earlier)
                 rows.append(_judge(component, call, output, found[key], array, gate, stale))
-    return Verdict(gate, tuple(rows), tuple(sorted(set(bundle.components) - set(calls))))
+    return Verdict(gate, tuple(rows), tuple(sorted(set(bundle.components) ^ set(told))))
 
 
 def score(found: Vector, wanted: Vector) -> Row:
@@ -153,7 +154,7 @@ def score(found: Vector, wanted: Vector) -> Row:
 
 def _judge(component: str, call: int, output: str, found: Vector, wanted: Vector, gate: Gate, stale: bool) -> Row:
     a, b = found.astype(np.float64), wanted.astype(np.float64)
-    bad = ~np.isfinite(a)
+    bad = ~(np.isfinite(a) & np.isfinite(b))
     if bad.any():  # NaN compares false with everything: say that it is as far off as can be
         worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
         return Row(component, call, output, 0.0, _FAR, _FAR, 0.0, worst, stale, passed=False)

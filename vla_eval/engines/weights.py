@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtyp
 _BITS: dict[int, Any] = {2: np.uint16, 4: np.uint32}
 _HEADER_LIMIT = 100 << 20  # bytes, the format's own
 _JSON_LIMIT = 64 << 20
+_PROCESSORS = "policy_*processor*.safetensors"  # what LeRobot saves of its processors beside the weights
 _WINDOW = 4096  # bytes of each tensor's head, middle and tail that the fingerprint covers
 _PIECE = 16 << 20  # numbers held at once while a file is looked through
 
@@ -141,7 +143,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], prefixes: Sequence[str] = ()) -> Checkpoint:
-    """The checkpoint in a folder: an index with its shards, or every .safetensors file there is.
+    """The checkpoint in a folder: an index with its shards, or every .safetensors file there is but those of LeRobot's processors.
 
     One of `prefixes` that all names share is taken off. Raises BadRequest for a file that is cut short, damaged or no safetensors, for
     shards that are missing or hold a name twice, and for names of which only some carry a prefix.
@@ -216,7 +218,7 @@ def _shards(folder: Path) -> list[Path]:
             raise BadRequest(f"{index}: 'weight_map' is no table of tensor and file names; fetch the file again")
         files = [folder / name for name in sorted(set(names.values()))]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(file for file in folder.glob("*.safetensors") if not fnmatch(file.name, _PROCESSORS))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise BadRequest(f"{folder}: {_listed(missing) if missing else 'no .safetensors file'} is missing; fetch the whole checkpoint")

@@ -105,6 +105,23 @@ def test_the_per_step_velocities_of_the_reference_pass_verify_and_a_bent_one_fai
     assert [row.call for row in compare(bundle, dump).rows if not row.passed] == [7]
 
 
+def test_a_reference_that_is_not_finite_or_holds_more_is_told(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capfd, "verify", tiny(), "--dump", tmp_path / "nowhere" / "d.npz")
+    assert (code, "there is no such folder; name a file to write" in err) == (2, True)
+    assert run(capfd, "verify", tiny(), "--dump", tmp_path / "d.npz")[0] == 0
+    dump = read_npz(tmp_path / "d.npz")
+    write_npz(tmp_path / "more.npz", {**dump, "decoder/0/out/tokens": np.zeros(3)})
+    code, out, _ = run(capfd, "verify", tiny(), "--reference", tmp_path / "more.npz", "--json")
+    assert (code, json.loads(out)["not_compared"]) == (0, ["decoder"])
+    bent = dump["action/1/out/action_pred"].copy()
+    bent[0, 2, 3] = np.nan
+    write_npz(tmp_path / "nan.npz", {**dump, "action/1/out/action_pred": bent})
+    code, out, _ = run(capfd, "verify", tiny(), "--reference", tmp_path / "nan.npz", "--json")
+    assert code == 1
+    (row,) = [row for row in json.loads(out)["rows"] if not row["passed"]]
+    assert (row["component"], row["call"], row["worst"]) == ("action", 1, [0, 2, 3])
+
+
 def unscaled(times: float) -> Callable[[Pi05Runtime], None]:
     def change(runtime: Pi05Runtime) -> None:
         runtime._scale = np.float32(runtime._scale**times)
@@ -304,10 +321,24 @@ def test_a_row_that_the_network_cannot_answer_is_refused(tiny: Tiny, change: Map
         runtime([replace(row, **change)])
 
 
-@pytest.mark.parametrize("noise", [np.zeros((10, 7), np.float32), np.zeros((2, 10, 32), np.float32), np.zeros((10, 32))])
-def test_noise_of_another_shape_or_precision_is_refused(tiny: Tiny, noise: NDArray[Any]) -> None:
+@pytest.mark.parametrize(
+    "noise", [np.zeros((10, 7), np.float32), np.zeros((2, 10, 32), np.float32), np.zeros((10, 32)), [[0.0] * 32] * 10],
+    ids=["narrow", "two", "double", "list"],
+)  # fmt: skip
+def test_noise_of_another_shape_or_precision_is_refused(tiny: Tiny, noise: Any) -> None:
     with pytest.raises(InvalidObservation, match=r"noise is .*, wanted float32 \[10, 32\]"):
         load(tiny()).infer(reference("pi05_libero")[1], noise=noise)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, True, "7"])
+def test_a_seed_that_is_none_is_refused(tiny: Tiny, seed: Any) -> None:
+    with pytest.raises(InvalidObservation, match="it must be a whole number between 0 and 4294967295"):
+        load(tiny()).infer(reference("pi05_libero")[1], seed=seed)
+
+
+def test_a_request_that_is_no_table_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(InvalidObservation, match="the request holds 'pick up the bowl', wanted a table of arrays"):
+        load(tiny()).infer("pick up the bowl")  # type: ignore[arg-type]
 
 
 def edited(tiny: Tiny, tmp_path: Path, change: Callable[[Path], object]) -> Path:
@@ -338,11 +369,15 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], object], type[Exception], str]]
     "state input turned on": (policy_with(discrete_state_input=True), ContractMismatch, "discrete_state_input is True"),
     "another configuration's name": (policy_with(policy_config="pi05_other"), ContractMismatch, "'pi05_other' is not implemented"),
     "another resolution": (policy_with(image_resolution=[256, 256]), ContractMismatch, r"image_resolution is \[256, 256\]"),
+    "prompts that end in an end-of-sequence piece": (
+        policy_with(tokenizer={"add_bos": True, "add_eos": True, "max_length": 200}), ContractMismatch, r"tokenizer\.add_eos is True",
+    ),
+    "suites that are no list": (policy_with(trained_for="libero_10"), ContractMismatch, "trained_for is 'libero_10', no list of suites"),
     "another contract version": (policy_with(contract_version=99), ContractMismatch, "contract_version is 99, this vla-eval reads 1"),
     "no statistics": (lambda b: shutil.rmtree(b / "assets"), BadRequest, r"assets holds no norm_stats\.json"),
     "several statistics": (two_sets, BadRequest, r"physical-intelligence/libero and of second_robot; say which: --option asset=ID"),
     "another tokenizer": (
-        lambda b: (b / "text_tokenizer/paligemma_tokenizer.model").unlink(), BadRequest, "does not exist; it is PaliGemma's",
+        lambda b: (b / "text_tokenizer/paligemma_tokenizer.model").unlink(), BadRequest, "is no file; PaliGemma's",
     ),
 }  # fmt: skip
 
@@ -439,7 +474,17 @@ def test_all_three_slots_are_a_benchmark_and_never_scored(tiny: Tiny, tmp_path: 
     [
         ("pixel_values.bin", b"\0" * 7, "has 7 bytes, wanted 1 to 3 views"),
         ("pixel_values.bin", b"", "has 0 bytes, wanted 1 to 3 views"),
-        ("x0.bin", b"\0" * 640, "has 640 bytes, wanted 1 chunks of 1280 bytes"),
+        (
+            "pixel_values.bin",
+            np.full(2 * 3 * 224 * 224, 1.001, np.float16).tobytes(),
+            "to 1.0009765625, wanted pictures in -1 … 1",
+        ),
+        ("pixel_values.bin", np.zeros(3 * 224 * 224, np.float32).tobytes()[:-2], "wanted 1 to 3 views"),
+        ("x0.bin", b"\0" * 640, "has 640 bytes, wanted 1 chunk of 1280 bytes"),
+        ("x0.bin", np.zeros((10, 32)).tobytes(), "has 2560 bytes, wanted 1 chunk of 1280 bytes: float32"),
+        ("token_ids.csv", b"2,5,7,0\n2,6,7,0\n", "has 2 rows of ids; a prompt is one row"),
+        ("token_ids.csv", b"2,0,5,0", "padding (id 0) stands before other tokens"),
+        ("token_ids.csv", b"2,-5", "'-5' is no token id"),
         ("x0.bin", b"\xff" * 1280, "holds NaN or infinity"),
         ("token_ids.csv", b"2,five", "'five' is no token id"),
         ("token_ids.csv", b"0,0", "it has no text token"),
@@ -459,6 +504,14 @@ def test_a_canonical_tensor_that_does_not_fit_is_refused_by_file(
     assert says in err
 
 
+def test_ids_may_stand_in_a_row_or_a_column_with_padding_behind(tiny: Tiny, tmp_path: Path) -> None:
+    policy, folder = load(tiny()), canonical(tmp_path / "c")
+    for text in (b"2,5,7\n", b"2\n5\n7\n", b"2 5 7 0 0", b"\xef\xbb\xbf2, 5, 7,0\r\n"):
+        (folder / "token_ids.csv").write_bytes(text)
+        row = policy.model.canonical(*(folder / name for name in FILES[:3]))
+        assert row.token_ids.tolist() == [2, 5, 7]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -475,7 +528,7 @@ def test_infer_says_which_of_its_options_go_together(tiny: Tiny, capfd: pytest.C
 
 def test_an_observation_file_is_asked_on_the_command_line(tiny: Tiny, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arrays, request = reference("pi05_aloha")
-    write_npz(tmp_path / "obs.npz", {key: np.asarray(value) for key, value in request.items()})
+    write_npz(tmp_path / "obs.npz", {key: np.asarray(value.encode() if key == "prompt" else value) for key, value in request.items()})
     np.save(tmp_path / "noise.npy", arrays["noise"])
     words: list[str | Path] = ["--observation", tmp_path / "obs.npz", "--noise", tmp_path / "noise.npy", "--steps", "10", "--json"]
     code, out, err = run(capfd, "infer", tiny("pi05_aloha"), *words)

@@ -20,8 +20,10 @@ from vla_eval.policies.pi05.configuration import (
     EMBEDDING,
     EXPERT,
     HEAD,
+    PREFIX,
     PREFIXES,
     RELEASED,
+    VISION,
     check_architecture,
     geometry_from,
     plain,
@@ -135,8 +137,29 @@ def test_another_layout_of_the_same_weights_makes_the_same_engines(
     assert ("1 tensors are none of pi0.5's and are not used: extra.weight" in caplog.text) == ("nobody knows" in case)
 
 
+def test_what_lerobot_saves_of_its_processors_is_no_part_of_the_weights(
+    tmp_path: Path, artifacts: Callable[[Path], dict[str, str]], original: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layout D has statistics in safetensors files beside the weights, under bare names that both files share."""
+    checkpoint = copied(tmp_path / "c", prefixed)
+    (checkpoint / "model.safetensors.index.json").unlink()  # one file needs none
+    for kind, step in (("pre", 5), ("post", 0)):
+        name = "unnormalizer" if kind == "post" else "normalizer"
+        write_tensors(
+            checkpoint / f"policy_{kind}processor_step_{step}_{name}_processor.safetensors",
+            {"action.mean": (np.float32, (7,), [np.zeros(7)])},
+        )
+    assert artifacts(checkpoint) == original
+    assert "none of pi0.5's" not in caplog.text
+
+
 def unmarked(tensors: Tensors) -> Tensors:
     return {name: array for name, array in tensors.items() if "dense" not in name and "time_mlp" not in name}
+
+
+def deeper(root: str) -> Callable[[Tensors], Tensors]:
+    """One layer more than the geometry declares: what is shallower would run, and mean nothing."""
+    return lambda t: t | {name.replace(f"{root}.2.", f"{root}.3."): array for name, array in t.items() if f"{root}.2." in name}
 
 
 DENSE = f"{EXPERT}.layers.0.input_layernorm.dense.weight"
@@ -149,7 +172,11 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "half a marker": (without(DENSE), "have time_mlp_in.weight, but not adaRMS norms"),
     "neither": (unmarked, "not a pi0.5 checkpoint"),
     "missing tensors": (without("action_out_proj.weight", "action_out_proj.bias"), r"no tensor action_out_proj\.(weight|bias), action_out"),
-    "another shape": (lambda t: t | {"time_mlp_out.bias": np.zeros(47, np.float32)}, r"shape \[47\], the geometry says \[48\]"),
+    "another shape": (lambda t: t | {"time_mlp_out.bias": np.zeros(47, np.float32)}, r"shape \[47\], --geometry says \[48\]; is it"),
+    "plain norms in the expert": (plus(DENSE.replace("dense.", ""), 48), "pi0 and pi0.5 are mixed here"),
+    "a deeper expert": (deeper(f"{EXPERT}.layers"), r"is of a deeper network, --geometry says 3 layers"),
+    "a deeper prefix": (deeper(f"{PREFIX}.layers"), r"is of a deeper network, --geometry says 3 layers"),
+    "a deeper vision tower": (deeper(f"{VISION}.encoder.layers"), r"is of a deeper network, --geometry says 3 layers"),
     "NaN": (lambda t: t | {"time_mlp_out.bias": np.full(48, np.nan, np.float32)}, "'time_mlp_out.bias' holds NaN"),
     "some names prefixed": (lambda t: {(f"model.{k}" if "expert" in k else k): v for k, v in t.items()}, "two checkpoints seem"),
     "two tables that differ": (lambda t: t | {EMBEDDING: t[HEAD] + 1}, "differ; this model ties them"),
@@ -226,7 +253,9 @@ def test_a_horizon_that_is_not_the_configurations_is_refused_in_both_schemas(tmp
         ({"action_expert_variant": None}, "action_expert_variant is None"),
         ({"max_action_dim": 24}, "max_action_dim is 24, the weights have 32"),
         ({"image_resolution": [256, 256]}, r"image_resolution is \[256, 256\]"),
-        ({"n_action_steps": "ten"}, "the horizon is 'ten'"),
+        ({"n_action_steps": "ten"}, "n_action_steps is 'ten', no whole number"),
+        ({"n_action_steps": None, "action_horizon": 0}, "action_horizon is 0, no whole number"),
+        ({"action_horizon": 50}, "n_action_steps is 10, action_horizon 50; which is it"),
         ({"output_features": {"action": {}}}, "input_features and output_features are not whole"),
     ],
 )
@@ -271,6 +300,8 @@ def broken(side: str, field: str, value: Any) -> dict[str, Any]:
         (broken("state", "q01", None), r"state\.q01 is None; pi0\.5 is normalised by quantiles"),
         (broken("actions", "q99", [1.0] * 6), r"actions\.q99 holds 6 numbers, the robot has 7"),
         (broken("state", "q99", [float("nan")] * 8), r"state\.q99\[0\] is nan"),
+        (broken("state", "q99", [10**400] * 8), r"state\.q99\[0\] is 1000.*, no finite number"),
+        ({"norm_stats": {key: {"q01": [-1.7e308] * 8, "q99": [1.7e308] * 8} for key in ("state", "actions")}}, "which no number holds"),
         (broken("state", "q99", ["1"] * 8), r"state\.q99\[0\] is '1'"),
         (broken("state", "q99", [-99.0] * 8), r"state\.q01\[0\] is .* above q99's -99"),
         (broken("state", "q99", [9.0] * 32), r"state\.q01 holds 8 numbers and state\.q99 32"),
@@ -285,6 +316,19 @@ def test_statistics_that_do_not_cover_the_robot_are_refused(stats: Any, says: st
         read_statistics(tmp_path / "norm_stats.json", LIBERO)
 
 
+def test_statistics_of_a_robot_with_more_moving_numbers_are_said_and_padded_ones_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "norm_stats.json"
+    stats = json.loads((CASES / "checkpoints/one_set/assets/libero/norm_stats.json").read_text())["norm_stats"]
+    for low, high in ((0.0, 0.0), (-1e-10, 1e-10), (-1.0, 1.0)):
+        longer = {key: {"q01": rows["q01"] + [low], "q99": rows["q99"] + [high]} for key, rows in stats.items()}
+        file.write_text(json.dumps(longer))
+        caplog.clear()
+        read_statistics(file, LIBERO)
+        assert ("actions has 1 numbers more than pi05_libero; are these another robot's statistics?" in caplog.text) == (high == 1.0)
+
+
 # --- policy.json
 
 
@@ -294,6 +338,7 @@ def test_robot_facing_numbers_that_are_not_the_configurations_are_refused() -> N
     with pytest.raises(ContractMismatch, match=r"action\.horizon is 50, pi05_libero has 10"):
         read_policy(policy, file)
     policy["action"]["horizon"] = 10
+    policy["tokenizer"] = {"add_bos": True, "add_eos": False, "max_length": 200}  # the case says nothing of it
     assert read_policy(policy, file) == LIBERO
     for change, says in (
         ({"discrete_state_input": True}, "discrete_state_input is True, pi05_libero has False"),
@@ -303,6 +348,9 @@ def test_robot_facing_numbers_that_are_not_the_configurations_are_refused() -> N
         ({"state": {"dim": 8, "num_bins": 255}}, r"state\.num_bins is 255"),
         ({"cameras": {"slots": policy["cameras"]["slots"][::-1], "ignored": []}}, r"cameras\.slots is"),
         ({"cameras": None}, r"cameras\.slots is None"),
+        ({"tokenizer": None}, r"tokenizer\.add_bos is None, pi05_libero has True"),
+        ({"tokenizer": {"add_bos": True, "add_eos": True, "max_length": 200}}, r"tokenizer\.add_eos is True, pi05_libero has False"),
+        ({"tokenizer": {"add_bos": True, "add_eos": False, "max_length": 48}}, r"tokenizer\.max_length is 48, pi05_libero has 200"),
     ):
         with pytest.raises(ContractMismatch, match=says):
             read_policy({**policy, **change}, file)

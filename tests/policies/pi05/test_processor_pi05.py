@@ -171,10 +171,14 @@ def test_openpis_own_shapes_of_a_request_are_taken() -> None:
     ):
         np.testing.assert_array_equal(ours, theirs)
     droid = {**request("pi05_droid"), "observation/gripper_position": 0.4, "prompt": b"close the drawer"}
-    assert read(ADAPTERS["droid"], CONFIGURATIONS["pi05_droid"], droid).state[-1] == 0.4
+    for gripper in (0.4, np.float64(0.4), np.array(0.4), np.array([0.4])):
+        assert read(ADAPTERS["droid"], CONFIGURATIONS["pi05_droid"], {**droid, "observation/gripper_position": gripper}).state[-1] == 0.4
+    assert (
+        read(ADAPTERS["droid"], CONFIGURATIONS["pi05_droid"], {**droid, "observation/gripper_position": np.float32(0.5)}).state[-1] == 0.5
+    )
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+WRONG: dict[str, tuple[str, dict[Any, Any], str]] = {
     "a required camera is missing": ("pi05_libero", {"observation/wrist_image": ...}, "lacks observation/wrist_image"),
     "an unknown camera": ("pi05_aloha", {"images/cam_back": np.zeros((3, 8, 8), np.uint8)}, "has images/cam_back, which pi05_aloha"),
     "a camera twice": ("pi05_aloha", {"images": {"cam_high": np.zeros((3, 8, 8), np.uint8)}}, "images/cam_high twice"),
@@ -188,6 +192,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a state of text": ("pi05_libero", {"observation/state": np.array(["a"] * 8)}, "wanted 8 numbers"),
     "no prompt": ("pi05_droid", {"prompt": ...}, "lacks prompt"),
     "a blank prompt": ("pi05_droid", {"prompt": " \n"}, "needs an instruction"),
+    "a key that is no name": ("pi05_libero", {5: 1}, "the request holds 5, wanted a table"),
     "a number for a prompt": ("pi05_droid", {"prompt": 5}, "no text"),
 }
 
@@ -201,7 +206,7 @@ def test_a_wrong_request_is_refused_by_key(case: str) -> None:
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="does not exist; it is PaliGemma's"):
+    with pytest.raises(BadRequest, match="is no file; PaliGemma's"):
         Tokens(tmp_path / "none.model")
     (tmp_path / "x.model").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(BadRequest, match="no SentencePiece model"):

@@ -116,7 +116,7 @@ def large_number(tensors: dict[str, Any]) -> dict[str, Any]:
         ({"policy_config": None}, "does not say which robot"),
         ({"tokenizer": None}, r"has no paligemma_tokenizer\.model or tokenizer\.model"),
         ({"norm_stats": GOLDEN / "geometry.json"}, "has no 'state'"),
-        ({"geometry": None}, r"has shape .* the geometry says .*; is --geometry right\?"),
+        ({"geometry": None}, r"has shape .* the released model has .*; declare this checkpoint's sizes with --geometry FILE"),
         ({"geometry": CHECKPOINT / "config.json"}, "no geometry"),
     ],
 )
