@@ -63,7 +63,7 @@ def test_other_conditions_are_other_tables(make_runs: ModuleType, tmp_path: Path
     tables = leaderboard([tmp_path])
     assert sorted(row.first.origin for table in tables for row in table.rows) == ["a", "longer", "newer", "part", "ruled", "unsettled"]
     assert all(len(table.rows) == 1 for table in tables)
-    assert any("at most 200 steps" in table.title for table in tables)
+    assert any("shop, 3 tasks of at most 200 steps" in table.title for table in tables)
 
 
 def test_suites_of_one_protocol_stand_side_by_side(make_runs: ModuleType, tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_row_says_in_which_types_its_engines_compute(make_runs: ModuleType, tm
     fast = make_runs.make_run(tmp_path / "runs", run_id="fast", engines=mixed)
     plain = make_runs.make_run(tmp_path / "runs", run_id="plain")
     assert (board.of_run(fast).precision, board.of_run(plain).precision) == ("bf16, fp32", "–")
-    assert "| clerk | – | bf16, fp32 | none |" in board.markdown(leaderboard([tmp_path / "runs"]))
+    assert "| – | bf16, fp32 | none |" in board.markdown(leaderboard([tmp_path / "runs"]))
 
 
 @pytest.mark.parametrize(("name", "value"), [("replan", "five"), ("replan", True), ("date", None), ("privileged", "no"), ("bundle", 7)])
@@ -246,3 +246,16 @@ def test_a_published_field_of_another_kind_is_refused_by_name(tmp_path: Path, na
     file.write_text(json.dumps({"vla_eval_results": 1, "results": [result]}))
     with pytest.raises(BadRequest, match=rf"results\[0\]: '{name}' is "):
         leaderboard([file])
+
+
+def test_a_row_of_two_suites_names_both_of_its_runs(make_runs: ModuleType, tmp_path: Path) -> None:
+    make_runs.make_run(tmp_path, run_id="one")
+    make_runs.make_run(tmp_path, run_id="other", suite="mall@fair", tasks=2)
+    (table,) = leaderboard([tmp_path])
+    (row,) = table.rows
+    *_, dates, origins = board.row_texts(row)
+    assert dates == ["2026-01-02"]
+    assert sorted(origins) == ["one", "other"]
+    assert "mall, 2 tasks of at most 120 steps; shop, 3 tasks of at most 120 steps" in table.title
+    text = board.markdown([table])
+    assert "| other, one |" in text or "| one, other |" in text

@@ -168,6 +168,30 @@ def test_a_disagreement_shows_both_films_at_one_time(page: Any, pages: dict[str,
 
 
 @browser_needed
+def test_both_of_a_pair_have_one_axis_of_time(page: Any, pages: dict[str, Path], runs: tuple[RunFolder, RunFolder]) -> None:
+    page.goto(pages["pair"].as_uri())
+    title = page.locator(".card strong").first.inner_text()
+    task, trial = title.split(", trial ")
+    states = [next(r.steps + 1 for r in run.records() if (r.task, r.trial) == (task, int(trial))) for run in runs]
+    assert states[0] != states[1]
+    page.locator(".card").first.click()
+    ends = [
+        page.locator(f".views > div:nth-child({view}) .line").first.evaluate(
+            "l => { const rest = l.querySelector('u'); return rest ? parseFloat(rest.style.left) : 100; }"
+        )
+        for view in (1, 2)
+    ]
+    assert ends == pytest.approx([100 * states[0] / max(states), 100 * states[1] / max(states)])
+    shorter = 1 + states.index(min(states))
+    line = page.locator(f".views > div:nth-child({shorter}) .line").first
+    page.wait_for_function("[...document.querySelectorAll('dialog video')].every(v => v.readyState >= 2)")
+    page.locator("dialog video").first.evaluate("v => v.pause()")
+    box = line.bounding_box()
+    line.click(position={"x": box["width"] * min(ends) / 200, "y": 5})  # the middle of its own part: the middle of its film
+    page.wait_for_function(f"Math.abs(document.querySelectorAll('dialog video')[{shorter - 1}].currentTime - 1.5) < 0.1")
+
+
+@browser_needed
 def test_films_that_have_ended_start_again_together(page: Any, pages: dict[str, Path]) -> None:
     page.goto(pages["pair"].as_uri())
     page.locator(".card").first.click()
@@ -203,7 +227,11 @@ def test_no_page_is_wider_than_its_window(page: Any, pages: dict[str, Path], nam
     page.set_viewport_size({"width": width, "height": 900})
     page.goto(pages[name].as_uri())
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    if name != "leaderboard":
+    if name == "leaderboard":  # who and how good can be read without scrolling
+        cell = page.locator("tbody tr:first-child td:nth-child(2) span:first-child")
+        assert page.locator("thead th").nth(1).inner_text() == "shop@fair"
+        assert cell.evaluate("c => c.getBoundingClientRect().left") < width / 2
+    else:
         page.locator(".card").first.click()
         assert page.evaluate("document.querySelector('dialog').scrollWidth <= document.querySelector('dialog').clientWidth")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from .report import Report, between, cell, percent, rate_json, report
 from .stats import ALPHA, Percentiles, Rate, counted, rate
 
 IMPORT_VERSION = 1
+ABOUT = ("replan", "bundle", "precision", "backend", "hardware")  # a row's columns beside its name, in tables for a person
 ENTRY_FIELDS = (
     *("policy", "suite", "k", "n", "rate", "source", "date"),
     *("bundle", "precision", "backend", "hardware", "replan", "conditions", "privileged"),
@@ -133,39 +134,46 @@ def markdown(tables: Sequence[Table]) -> str:
     """For a person."""
     lines: list[str] = []
     for table in tables:
-        heads = ["policy", "bundle", "precision", "backend", "hardware", "replan", *table.suites, "p50 / p99 ms", "date", "origin"]
+        heads = ["policy", *table.suites, "p50 / p99 ms", *ABOUT, "date", "origin"]
         lines += [f"## {cell(table.title)}", "", *(f"* {cell(note)}" for note in table.notes), *([""] if table.notes else [])]
         lines += ["| " + " | ".join(map(cell, heads)) + " |", "|" + "---|" * len(heads)]
         for row in table.rows:
-            one = row.first
-            texts = [*identity_cells(one), *(cell_text(row, suite) for suite in table.suites), *tail_cells(one)]
+            texts = [row_name(row), *(cell_text(row, suite) for suite in table.suites), *map(", ".join, row_texts(row))]
             lines.append("| " + " | ".join(map(cell, texts)) + " |")
         lines.append("")
     return "\n".join(lines)
 
 
-def identity_cells(entry: Entry) -> list[str]:
-    """Who it is, for a table's left side."""
-    bundle = (entry.bundle or "–")[:12]
-    name = entry.policy + (" (privileged)" if entry.privileged else "")
-    return [name, bundle, entry.precision, entry.backend, entry.hardware, str(entry.replan or "–")]
+def row_name(row: Row) -> str:
+    """Who it is."""
+    return row.first.policy + (" (privileged)" if row.first.privileged else "")
 
 
-def tail_cells(entry: Entry) -> list[str]:
-    """Latency, date and origin, for its right side."""
-    latency = f"{1e3 * entry.latency.p50:.1f} / {1e3 * entry.latency.p99:.1f}" if entry.latency else "–"
-    return [latency, entry.date[:10], entry.origin]
+def row_texts(row: Row) -> list[list[str]]:
+    """What stands right of the rates, latency, ABOUT, date and origin: each what its suites have, once if it is the same for all."""
+    one, cells = row.first, row.cells.values()
+    latency = [f"{1e3 * e.latency.p50:.1f} / {1e3 * e.latency.p99:.1f}" if e.latency else "–" for e in cells]
+    about = [[text] for text in (str(one.replan or "–"), (one.bundle or "–")[:12], one.precision, one.backend, one.hardware)]
+    found = [latency, *about, [e.date[:10] for e in cells], [e.origin for e in cells]]
+    return [list(dict.fromkeys(texts)) for texts in found]
+
+
+def cell_lines(row: Row, suite: str) -> list[str]:
+    """A suite's rank and rate, its count with the interval, and what keeps it from having a rank."""
+    entry = row.cells.get(suite)
+    if entry is None:
+        return ["–"]
+    rank = f"{row.ranks[suite]}. " if row.ranks[suite] is not None else ""
+    errors = f", {entry.error} errors" if entry.error else ""
+    interval = f"; {between(entry.rate.wilson)}" if entry.rate.wilson else ""
+    why = [entry.unranked] if entry.unranked else []
+    return [f"{rank}{percent(entry.rate.value)}", f"{entry.rate.k}/{entry.rate.n}{errors}{interval}", *why]
 
 
 def cell_text(row: Row, suite: str) -> str:
-    """A suite's rank, rate, count and interval."""
-    entry = row.cells.get(suite)
-    if entry is None:
-        return "–"
-    rank = f"{row.ranks[suite]}. " if row.ranks[suite] is not None else ""
-    errors = f", {entry.error} errors" if entry.error else ""
-    why = f", {entry.unranked}" if entry.unranked else ""
-    return f"{rank}{percent(entry.rate.value)} ({entry.rate.k}/{entry.rate.n}{errors}; {between(entry.rate.wilson)}{why})"
+    """The same in one line."""
+    rate, *rest = cell_lines(row, suite)
+    return f"{rate} ({'; '.join(rest)})" if rest else rate
 
 
 def _entries(place: Path) -> list[tuple[Entry, Path]]:
@@ -276,10 +284,14 @@ def _title(entries: Sequence[Entry]) -> str:
     if by := first.conditions.get("stated_by"):
         return f"{first.suite.partition('@')[2] or 'no protocol named'}, conditions as stated by {by}"
     simulator = ", ".join(f"{name} {value}" for name, value in first.conditions["simulator"].items()) or "no simulator version recorded"
-    caps = sorted({numbers.get("max_steps") for entry in entries for numbers in entry.conditions["tasks"].values()}, key=str)
-    counts = sorted({len(entry.conditions["tasks"]) for entry in entries})
-    told = f"at most {', '.join(map(str, caps))} steps, {', '.join(map(str, counts))} tasks"
-    return f"{first.suite.partition('@')[2] or first.suite}: {told}, {simulator}"
+    suites = {entry.suite: entry.conditions["tasks"].values() for entry in entries}
+    told = "; ".join(f"{suite.partition('@')[0]}, {len(tasks)} tasks of at most {_steps(tasks)} steps" for suite, tasks in suites.items())
+    return f"{first.suite.partition('@')[2] or first.suite}: {told}; {simulator}"
+
+
+def _steps(tasks: Collection[Mapping[str, Any]]) -> str:
+    limits = sorted({limit for numbers in tasks if (limit := numbers.get("max_steps")) is not None})
+    return " to ".join(map(str, dict.fromkeys([*limits[:1], *limits[-1:]]))) or "unknown"
 
 
 def _ranks(entries: Sequence[Entry]) -> dict[str, int]:

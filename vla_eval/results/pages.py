@@ -21,13 +21,13 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from ..types import BadRequest, EpisodeRecord
 from .compare import Comparison
 from .failures import Bin, bin_of, by_task
 from .folder import Episode, RunFolder
-from .leaderboard import Table, cell_text, identity_cells, tail_cells
+from .leaderboard import ABOUT, Table, cell_lines, row_name, row_texts
 from .report import CONTROL_HZ, Report, between, control_hz, percent, report, task_order
 from .stats import percentiles
 
@@ -121,20 +121,13 @@ def leaderboard_page(tables: Sequence[Table], out: Path) -> Path:
         out = out / "leaderboard.html" if out.is_dir() else out.with_suffix(".html")
     shown = []
     for table in tables:
-        heads = ["policy", "bundle", "precision", "backend", "hardware", "replan", *table.suites, "p50 / p99 ms", "date", "origin"]
+        heads = ["policy", *table.suites, "p50 / p99 ms", *ABOUT, "date", "origin"]
         rows = []
         for row in table.rows:
-            one = row.first
-            latency, date, origin = tail_cells(one)
-            rows.append(
-                [
-                    *((text, text) for text in identity_cells(one)),
-                    *((cell_text(row, s), row.cells[s].rate.value if s in row.cells and row.cells[s].rate.n else "") for s in table.suites),
-                    (latency, one.latency.p50 if one.latency else ""),
-                    (date, date),
-                    (origin, origin),
-                ]
-            )
+            latency, *rest = row_texts(row)
+            rates = [(cell_lines(row, s), row.cells[s].rate.value if s in row.cells and row.cells[s].rate.n else "") for s in table.suites]
+            p50 = row.first.latency.p50 if row.first.latency else ""
+            rows.append([([row_name(row)], row_name(row)), *rates, (latency, p50), *((texts, texts[0]) for texts in rest)])
         shown.append({"title": table.title, "notes": table.notes, "heads": heads, "rows": rows})
     with _writing(out.parent):
         _write(out, _templates().get_template("leaderboard.html").render(tables=shown, css=_asset("page.css"), script=_asset("sort.js")))
@@ -275,7 +268,9 @@ def _latency(totals: Sequence[float], deadline: float) -> Figure:
     if 0 < 10 * ms.min() < ms.max():
         axes.hist(ms, bins=np.geomspace(ms.min(), ms.max(), 41).tolist(), color=COLOURS[0])
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if ms.max() > 1e3 * ms.min() else (1.0, 2.0, 5.0)))
         axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.hist(ms, bins="auto" if len(totals) < 10_000 else 100, color=COLOURS[0])
     found = percentiles(totals)

@@ -48,7 +48,7 @@ function open(index) {
   document.getElementById("one-text").textContent = episode.text;
   const views = document.getElementById("one-views");
   views.replaceChildren();
-  const videos = [];
+  const videos = [], longest = Math.max(1, ...episode.views.map((view) => view.steps + 1));  // states: one time axis for both of a pair
   for (const view of episode.views) {
     const box = make("div");
     box.append(make("p", kind[view.outcome], view.label));
@@ -63,17 +63,18 @@ function open(index) {
     if (view.sheet) { const strip = make("div", "strip"), image = make("img", "sheet"); image.alt = "contact sheet"; image.src = view.sheet; strip.append(image); box.append(strip); }
     views.append(box);
     for (const line of view.lines) {
-      const button = make("button", "line"), steps = Math.max(view.steps, 1);
+      const button = make("button", "line"), share = (view.steps + 1) / longest;
       button.type = "button"; button.setAttribute("aria-label", `${line.name}: seek the video`);
       for (const [start, end] of line.spans) {
-        const span = make("i"); span.style.left = `${100 * start / (steps + 1)}%`; span.style.width = `${100 * (end - start) / (steps + 1)}%`; button.append(span);
+        const span = make("i"); span.style.left = `${100 * start / longest}%`; span.style.width = `${100 * (end - start) / longest}%`; button.append(span);
       }
+      if (share < 1) { const rest = make("u"); rest.style.left = `${100 * share}%`; button.append(rest); }
       const at = make("b"); button.append(at);
       lines.append(make("span", "soft", line.name), button);
       const video = box.querySelector("video");
       if (video) {
-        video.addEventListener("timeupdate", () => { at.style.left = `${100 * video.currentTime / (video.duration || 1)}%`; });
-        button.addEventListener("click", (event) => { const r = button.getBoundingClientRect(); video.currentTime = (event.clientX - r.left) / r.width * (video.duration || 0); });
+        video.addEventListener("timeupdate", () => { at.style.left = `${100 * share * video.currentTime / (video.duration || 1)}%`; });
+        button.addEventListener("click", (event) => { const r = button.getBoundingClientRect(); video.currentTime = Math.min(1, (event.clientX - r.left) / r.width / share) * (video.duration || 0); });
       }
     }
   }
