@@ -8,6 +8,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from scipy.spatial.transform import Rotation
 
 from vla_eval.results import failures
 from vla_eval.results.failures import Bin
@@ -87,6 +88,22 @@ def test_who_pushed_two_objects_is_judged_by_the_one_pushed_farther(
     pushed = idle.objects.copy()
     pushed[40:, 0, 0] += soup_m
     pushed[40:, 1, 1] -= milk_m
+    assert failures.sort(replace(idle, objects=pushed)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("axis", "degrees", "wanted"),
+    [("z", 0, Bin.SLOW), ("z", 140, Bin.SLOW), ("x", 10, Bin.SLOW), ("x", 90, Bin.NOT_GRASPED), ("y", -90, Bin.NOT_GRASPED)],
+)
+def test_what_was_pushed_is_on_its_way_and_what_was_knocked_over_only_rolls(
+    make_runs: ModuleType, axis: str, degrees: float, wanted: Bin
+) -> None:
+    idle = make_runs.episode("idle", 0)
+    pushed = idle.objects.copy()
+    pushed[-40:, 0, 0] += np.linspace(0, 0.1, 40, dtype=np.float32)
+    start = Rotation.from_euler("xyz", [0.4, -1.2, 2.0])  # a body's own frame may stand in any way
+    pushed[:, 0, 3:] = start.as_quat()
+    pushed[-40:, 0, 3:] = (Rotation.from_euler(axis, degrees, degrees=True) * start).as_quat()
     assert failures.sort(replace(idle, objects=pushed)) is wanted
 
 

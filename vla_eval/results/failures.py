@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -83,8 +84,8 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
         return Bin.WRONG_OBJECT
     if not targets.any():
         return Bin.NO_OBJECT
-    if np.any(targets & (farthest >= MOVED_M) & progressing):
-        return Bin.SLOW  # pushed, and still going
+    if np.any(targets & (farthest >= MOVED_M) & progressing & _standing(episode)):
+        return Bin.SLOW  # pushed, and still going; what was knocked over rolls by itself
     return Bin.NOT_GRASPED if np.any(targets & (farthest >= TOUCHED_M)) else Bin.NEVER_REACHED
 
 
@@ -136,6 +137,13 @@ def _targets(episode: Episode, unmet: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[K] the objects that unmet conjuncts begin with: "on(bowl, plate)" wants the bowl moved."""
     firsts = [_arguments(str(name))[:1] for name, is_unmet in zip(episode.predicate_names, unmet, strict=True) if is_unmet]
     return _are(episode, {first[0] for first in firsts if first})
+
+
+def _standing(episode: Episode) -> NDArray[np.bool_]:
+    """[K] whether each object's vertical at the start is within 30° of it at the end."""
+    first, last = episode.objects[0, :, 3:].astype(np.float64), episode.objects[-1, :, 3:].astype(np.float64)  # [K, 4] x y z w
+    turn = first[:, 3:] * last[:, :3] - last[:, 3:] * first[:, :3] - np.cross(last[:, :3], first[:, :3])  # of last · first⁻¹
+    return np.asarray(1 - 2 * (turn[:, 0] ** 2 + turn[:, 1] ** 2) >= math.cos(math.radians(30)))
 
 
 def _named(episode: Episode) -> NDArray[np.bool_]:
