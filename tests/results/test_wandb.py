@@ -6,6 +6,8 @@ import importlib.util
 import json
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -134,6 +136,23 @@ def test_an_offline_run_holds_everything(make_runs: ModuleType, tmp_path: Path) 
     assert folder.path in video.parents  # what waits to be sent lies in the run folder, not in somebody's home
     assert artifacts["report"].keys() == {"report.md", "report.json"}
     assert {"manifest.json", "episodes.jsonl", "episodes/0-0.npz", "episodes/0-0.mp4"} <= artifacts["rollouts"].keys()
+
+
+def test_wandbs_own_reader_reads_the_same(make_runs: ModuleType, tmp_path: Path) -> None:
+    """`wandb leet inspect`, which comes with the client that the lock file names."""
+    folder = run_of(make_runs, tmp_path)
+    assert dashboard.send(folder.path, "offline")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(written(folder))]
+    read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    if "No such command" in read.stderr:
+        pytest.skip("this wandb has no reader of its own")
+    found = json.loads(read.stdout)
+    assert (found["state"], found["exit_code"], found["step"]) == ("finished", 0, 4)
+    assert found["name"] == folder.manifest.run_id
+    assert found["config"]["protocol"] == json.loads((folder.path / "manifest.json").read_text())["protocol"]
+    assert {name: found["summary"][name] for name in ("k", "n", "rate", "errors", "shop@fair/0/n", "unranked")} == {
+        "k": 1, "n": 3, "rate": 1 / 3, "errors": 1, "shop@fair/0/n": 2, "unranked": "incomplete",
+    }  # fmt: skip
 
 
 def test_the_same_run_is_the_same_on_the_dashboard() -> None:

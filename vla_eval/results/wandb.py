@@ -27,7 +27,7 @@ from ..types import BadRequest, EpisodeRecord, VlaEvalError
 from .failures import bin_of
 from .folder import EPISODES, MANIFEST, RECORDS, Episode, RunFolder, open_run
 from .leaderboard import of_run
-from .report import control_hz, report
+from .report import control_hz, report, task_order
 from .stats import percentiles
 
 Mode = Literal["online", "offline"]
@@ -143,7 +143,7 @@ def follow(folder: RunFolder, mode: Mode, ended: Callable[[float], bool]) -> str
                 run.log(_metrics(record, list(seen.values()), manifest.suite), step=step)
     folder = open_run(folder.path)  # the manifest may have learned more since
     run.config.update(asdict(folder.manifest), allow_val_change=True)  # type: ignore[no-untyped-call]
-    records = folder.records()
+    records = sorted(folder.records(), key=lambda record: (task_order(record.task), record.trial))
     run.log({"episode_table": wandb.Table(columns=COLUMNS, data=[_row(wandb, folder, record) for record in records])})  # in the last step
     run.summary.update(_summary(folder))
     for artifact in (_rollouts(wandb, folder), _report(wandb, folder)):
