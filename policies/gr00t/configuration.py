@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from vla_eval.engines.weights import Checkpoint, read_json
 from vla_eval.types import BadRequest
@@ -15,6 +16,7 @@ VISUAL = "backbone.model.model.visual"
 TEXT = "backbone.model.model.language_model"
 EMBEDDING, HEAD = f"{TEXT}.embed_tokens.weight", "backbone.model.lm_head.weight"
 FREQUENCIES = 256  # width of the DiT's time embedding before its first layer
+MOST = 1 << 31  # no length of a network reaches it
 
 _SIGNATURE = (  # tensors that together only this architecture has
     f"{VISUAL}.deepstack_merger_list.0.norm.weight",
@@ -140,22 +142,46 @@ def read_geometry(path: Path) -> Geometry:
 
 def geometry_from(said: Mapping[str, Any]) -> Geometry:
     """The geometry that plain JSON declares. A field too many or too few raises TypeError, numbers that do not fit ValueError, named."""
-    vision, text = dict(said["vision"]), dict(said["text"])
-    vision["deepstack_after_blocks"] = tuple(vision["deepstack_after_blocks"])
-    text["mrope_section"] = tuple(text["mrope_section"])
-    v, t = Vision(**vision), Text(**text)
+    v, t = Vision(**_plain("vision", Vision, said["vision"])), Text(**_plain("text", Text, said["text"]))
     for wrong, what in (
         (t.mrope_interleaved is not True, "text.mrope_interleaved must be true: only that is built"),
         (len(t.mrope_section) != 3 or 2 * sum(t.mrope_section) != t.head_dim, "text.mrope_section must sum to half of head_dim"),
         (t.heads % t.kv_heads != 0, "text.kv_heads must divide heads"),
         (v.hidden % v.heads != 0 or v.head_dim % 4 != 0, "vision.heads must divide hidden into widths that are multiples of 4"),
         (v.out_hidden != t.hidden, "vision.out_hidden must be text.hidden"),
-        (not all(0 <= i < v.depth for i in v.deepstack_after_blocks), "vision.deepstack_after_blocks must be blocks that exist"),
+        (
+            not all(i < v.depth for i in v.deepstack_after_blocks) or list(v.deepstack_after_blocks) != sorted({*v.deepstack_after_blocks}),
+            "vision.deepstack_after_blocks must be blocks that exist, in ascending order",
+        ),
+        (math.isqrt(v.num_positions) ** 2 != v.num_positions, "vision.num_positions must be a square"),
         (len(v.deepstack_after_blocks) > t.layers_kept, "text.layers_kept must be no less than the DeepStack taps"),
     ):
         if wrong:
             raise ValueError(what)
-    return Geometry(v, t, {str(name): int(number) for name, number in said["token_ids"].items()})
+    tokens = {str(name): number for name, number in said["token_ids"].items()}
+    if "image_pad" not in tokens or not all(_whole(number, 0) for number in tokens.values()):
+        raise ValueError("token_ids must be whole numbers from 0, image_pad among them")
+    return Geometry(v, t, tokens)
+
+
+def _plain(where: str, kind: type[Vision] | type[Text], said: Mapping[str, Any]) -> dict[str, Any]:
+    """A part's fields, of the types that the dataclass declares: lengths are whole and positive, eps and theta finite."""
+    kinds, found = get_type_hints(kind), dict(said)
+    for name, value in said.items():
+        declared = kinds.get(name)
+        if declared is int and not _whole(value, 1):
+            raise ValueError(f"{where}.{name} is {value!r}, wanted a whole number from 1")
+        if declared is float and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST):
+            raise ValueError(f"{where}.{name} is {value!r}, wanted a positive number")
+        if declared == tuple[int, ...]:
+            if not isinstance(value, list | tuple) or not all(_whole(n, 0) for n in value):
+                raise ValueError(f"{where}.{name} is {value!r}, wanted a list of whole numbers")
+            found[name] = tuple(value)
+    return found
+
+
+def _whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < MOST
 
 
 def read_architecture(checkpoint: Checkpoint, geometry: Geometry = RELEASED) -> Architecture:
@@ -204,7 +230,7 @@ def read_architecture(checkpoint: Checkpoint, geometry: Geometry = RELEASED) -> 
         ("vl_self_attention heads x attention_head_dim", architecture.vl_heads * architecture.vl_head_dim, geometry.text.hidden),
     ):
         if said != held:
-            raise BadRequest(f"{file}: {name} is {said}, the geometry says {held}; name another one with --geometry FILE")
+            raise BadRequest(f"{file}: {name} is {said}, the geometry says {held}; `vla-eval export … --geometry FILE` declares another")
     _check_shapes(checkpoint, architecture)
     return architecture
 
@@ -302,7 +328,11 @@ def not_needed(checkpoint: Checkpoint, a: Architecture) -> list[str]:
 
 
 def _check_shapes(checkpoint: Checkpoint, a: Architecture) -> None:
-    wanted, held = tensor_shapes(a), checkpoint.tensors
+    held = checkpoint.tensors
+    for name, layers in (("DiT", a.dit_layers), ("VL", a.vl_layers), ("vision", a.vision.depth), ("text", a.text.layers_kept)):
+        if layers > len(held):
+            raise BadRequest(f"{checkpoint.path}: {layers} {name} layers are declared, the checkpoint has {len(held)} tensors in all")
+    wanted = tensor_shapes(a)
     for name, shape in wanted.items():
         found = held.get(name) or (held.get(HEAD) if name == EMBEDDING else None)
         if found is None and name != f"{TEXT}.norm.weight":
@@ -320,9 +350,9 @@ def _check_shapes(checkpoint: Checkpoint, a: Architecture) -> None:
 
 def _number(file: Path, table: Mapping[str, Any], name: str, where: str = "") -> int:
     value = table.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise BadRequest(f"{file}: {where}{name} is {table.get(name, 'absent')!r}, wanted a whole number; it is never guessed")
-    return value
+    if not _whole(value, 1):
+        raise BadRequest(f"{file}: {where}{name} is {table.get(name, 'absent')!r}, wanted a whole number from 1; it is never guessed")
+    return int(value)  # type: ignore[arg-type]
 
 
 def _table(file: Path, table: Mapping[str, Any], name: str) -> Mapping[str, Any]:

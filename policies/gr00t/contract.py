@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +12,19 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from vla_eval.engines.bundle import CONTRACT_VERSION
+from vla_eval.engines.weights import read_json
 from vla_eval.types import BadRequest, ContractMismatch
 
 log = logging.getLogger(__name__)
 
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")  # sub-folders of released checkpoints
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.j*",
+    "preprocessor_config.json",
+)  # all that is read of Qwen3-VL
 
 # Qwen3-VL's picture packing. The network's shapes follow from it, and the backbone's files must state the same.
 PATCH, FRAMES, MERGE = 16, 2, 2
@@ -41,7 +47,19 @@ ALIASES = {
     "xdof": "xdof_relative_eef_relative_joint",
 }
 
+_LARGEST = float(np.finfo(np.float32).max)  # of statistics and of what is decoded with them
+_SIDE = 4096  # pixels: 16,777,216 of them are what Qwen's packing takes at most
+
 Encoding = Literal["bounds", "sin_cos", "mean_std"]
+_KINDS = {
+    dict: "object",
+    list: "list",
+    str: "text",
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    (int, float): "number",
+}  # JSON's kinds by their names
 _NUMBERS = {"bounds": ("low", "high"), "mean_std": ("mean", "std"), "sin_cos": ()}  # encoding -> its two rows of numbers
 
 
@@ -150,9 +168,9 @@ def from_checkpoint(checkpoint: Path, embodiment: str | int | None = None, *, to
         config = _get(modalities, modality, dict, where_tag)
         spot = f"{where_tag}.{modality}"
         keys = _names(config, "modality_keys", spot)
-        encodings: dict[str, Encoding] = dict.fromkeys(config.get("mean_std_embedding_keys") or (), "mean_std")
+        encodings: dict[str, Encoding] = dict.fromkeys(_some(config, "mean_std_embedding_keys", keys, spot), "mean_std")
         if modality == "state" and sin_cos:
-            encodings |= dict.fromkeys(config.get("sin_cos_embedding_keys") or (), "sin_cos")
+            encodings |= dict.fromkeys(_some(config, "sin_cos_embedding_keys", keys, spot), "sin_cos")
         stats = _get(statistics, modality, dict, f"{statistics_file}: {tag}")
         return [_group(key, encodings.get(key, "bounds"), bounds, stats, f"{statistics_file}: {tag}.{modality}") for key in keys]
 
@@ -284,7 +302,10 @@ def _consistent(contract: Contract, where: str) -> None:
             f"action groups are {contract.action_dim} wide, the model gives {contract.action_width}",
         ),
         (pictures.resize not in ("area", "torchvision"), f"pictures.resize is {pictures.resize!r}, neither 'area' nor 'torchvision'"),
-        (min(pictures.target) <= 0 or (pictures.edge or 1) <= 0, "pictures.target and pictures.edge must be positive"),
+        (
+            not all(0 < n <= _SIDE for n in (*pictures.target, pictures.target[0] if pictures.edge is None else pictures.edge)),
+            f"pictures.target and pictures.edge must lie between 1 and {_SIDE} pixels",
+        ),
         (isinstance(pictures.crop, float) and not 0.0 < pictures.crop <= 1.0, f"pictures.crop is {pictures.crop}, no fraction of a side"),
         (
             not prompt.image_token or prompt.before.count(prompt.image_token) != len(contract.cameras),
@@ -322,8 +343,8 @@ def _row(entry: Mapping[str, Any], name: str, dim: int | None, where: str) -> tu
     if dim is not None and len(values) != dim:
         raise BadRequest(f"{where}.{name} holds {len(values)} numbers where {dim} are wanted")
     for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadRequest(f"{where}.{name}[{i}] is {value!r}, no finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST:
+            raise BadRequest(f"{where}.{name}[{i}] is {value!r:.40}, no finite number of float32")
     return tuple(float(value) for value in values)
 
 
@@ -360,8 +381,9 @@ def _pictures(kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
     target, crop = _pair(kwargs, "image_target_size", where), _pair(kwargs, "image_crop_size", where)
     if not area:
         return {"resize": "torchvision", "edge": None, "target": list(target), "crop": list(crop)}
-    fraction = kwargs.get("crop_fraction")
-    edge = kwargs.get("shortest_image_edge")
+    edge, fraction = kwargs.get("shortest_image_edge"), kwargs.get("crop_fraction")
+    if fraction is not None and not 0 < _get(kwargs, "crop_fraction", (int, float), where) <= 1:
+        raise BadRequest(f"{where}.crop_fraction is {fraction!r:.40}, no fraction of a side")
     return {
         "resize": "area",
         "edge": None if edge is None else _get(kwargs, "shortest_image_edge", int, where),
@@ -388,8 +410,9 @@ def _prompt(folder: Path, views: int, formalize: bool) -> dict[str, Any]:
         rendered = environment.from_string(template).render(
             messages=[{"role": "user", "content": content}], add_generation_prompt=False, tools=None
         )
-    except TemplateError as error:
-        raise BadRequest(f"{file}: the chat template cannot be rendered ({error}); use the tokenizer files of Qwen3-VL") from error
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"  # a template is a program, and may stumble as one
+        raise BadRequest(f"{file}: the chat template cannot be rendered ({told}); use the tokenizer files of Qwen3-VL") from error
     parts = rendered.split(marker)
     if len(parts) != 2 or parts[0].count(place) != views:
         raise BadRequest(
@@ -425,7 +448,10 @@ def _chat_template(folder: Path) -> tuple[str, Path]:
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (file := folder / name).is_file() and isinstance(template := _read(file).get("chat_template"), str):
             return template, file
-    raise BadRequest(f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json: chat_template)")
+    raise BadRequest(
+        f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json: chat_template); "
+        "copy it from Qwen3-VL-2B-Instruct"
+    )
 
 
 def _embodiment(checkpoint: Path, asked: str | int | None, kwargs: Mapping[str, Any], where: str) -> tuple[str, int]:
@@ -438,7 +464,7 @@ def _embodiment(checkpoint: Path, asked: str | int | None, kwargs: Mapping[str, 
     statistics_file = _find(checkpoint, "statistics.json")
     whole = set(_get(kwargs, "modality_configs", dict, where)) & set(_read(statistics_file))
     usable = [tag for tag in slots if tag in whole]
-    if isinstance(asked, str) and asked.lstrip("+-").isdigit():
+    if isinstance(asked, str) and re.fullmatch(r"[+-]?[0-9]{1,9}", asked):
         asked = int(asked)
     if asked is None:
         tag = _by_folder(checkpoint.resolve().name, slots, usable, file)
@@ -449,12 +475,13 @@ def _embodiment(checkpoint: Path, asked: str | int | None, kwargs: Mapping[str, 
             raise BadRequest(f"embodiment {asked} {reason} in {file}; ask for one of {', '.join(usable) or 'none'} by name")
         tag = found[0]
     else:
-        by_lower = {tag.lower(): tag for tag in slots}
         lower = asked.lower()
-        known = by_lower.get(lower) or by_lower.get(ALIASES.get(lower, ""))
-        if known is None:
-            raise BadRequest(f"unknown embodiment {asked!r}; {file} has {', '.join(sorted(slots))}")
-        tag = known
+        known = [asked] if asked in slots else [tag for tag in slots if tag.lower() == lower]
+        known = known or [tag for tag in slots if tag.lower() == ALIASES.get(lower)]
+        if len(known) != 1:
+            told = f"{asked!r} means any of {', '.join(known)}" if known else f"unknown embodiment {asked!r}"
+            raise BadRequest(f"{told}; {file} has {', '.join(sorted(slots))}")
+        (tag,) = known
     if tag not in whole:
         raise BadRequest(
             f"embodiment {tag!r} lacks statistics in {statistics_file} or an entry in {where}.modality_configs; "
@@ -492,21 +519,18 @@ def _find(checkpoint: Path, name: str) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadRequest(f"{file}: cannot be read as JSON ({error})") from error
+    content = read_json(file)
     if not isinstance(content, dict):
-        raise BadRequest(f"{file} holds no JSON object")
+        raise BadRequest(f"{file} holds no JSON object; fetch it again")
     return content
 
 
-def _get(content: Any, key: str, kind: type, where: str) -> Any:
+def _get(content: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:
     if not isinstance(content, dict) or key not in content:
         raise BadRequest(f"{where} has no {key!r}; a missing field is never guessed")
     value = content[key]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise BadRequest(f"{where}.{key} is {value!r}, no {kind.__name__}")
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise BadRequest(f"{where}.{key} is {value!r:.80}, no {_KINDS[kind]}")
     return value
 
 
@@ -515,6 +539,16 @@ def _names(content: Any, key: str, where: str, *, empty: bool = False) -> list[s
     if not all(isinstance(value, str) for value in values) or len(set(values)) != len(values) or not (values or empty):
         raise BadRequest(f"{where}.{key} is {values!r}; it must hold different names")
     return cast(list[str], values)
+
+
+def _some(content: Mapping[str, Any], key: str, of: Sequence[str], where: str) -> list[str]:
+    """Some of the names `of`; null or nothing there means none of them."""
+    if content.get(key) is None:
+        return []
+    values = _names(content, key, where, empty=True)
+    if strange := [value for value in values if value not in of]:
+        raise BadRequest(f"{where}.{key} names {strange[0]!r}, which is none of its modality_keys {', '.join(of)}")
+    return values
 
 
 def _pair(content: Any, key: str, where: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from vla_eval.images import mirror
 from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, BadRequest, ContractMismatch, Interface, Observation, Request, Vector
 
 from ..flow import Stopwatch, draw_noise
+from .contract import TOKENIZER_FILES
 from .policy import Gr00tPolicy, open_policy
 from .processor import decode_chunk
 from .runtime import Inputs
@@ -106,8 +107,7 @@ def published(suite: str) -> Published | None:
     needed = ("config.json", "*.safetensors", "*processor_config.json", "*statistics.json", "*embodiment_id.json")
     weights = Part("checkpoint", "nvidia/GR00T-N1.7-LIBERO", suite, ("*.json", "*.safetensors", "processor/*"), needed)
     names = ("tokenizer.json", "tokenizer_config.json")
-    files = (*names, "chat_template.j*", "preprocessor_config.json")
-    tokenizer = Part("tokenizer", "Qwen/Qwen3-VL-2B-Instruct", files=files, needed=names, beside=("tokenizer",))
+    tokenizer = Part("tokenizer", "Qwen/Qwen3-VL-2B-Instruct", files=TOKENIZER_FILES, needed=names, beside=("tokenizer",))
     return Published((weights, tokenizer), {"embodiment": "libero_sim"})
 
 

@@ -20,6 +20,8 @@ from .contract import MERGE, Contract, load
 from .processor import VALUES, Layout, Tokens, decode_chunk, encode_state, pack, see, seen_grid
 from .runtime import Gr00tRuntime, Inputs
 
+MOST_SIDE = 8192  # pixels of a camera: padded to a square that is 200 MB
+
 
 class Gr00tPolicy:
     """Host code only: everything that policy.json describes, around a runtime that knows none of it."""
@@ -105,11 +107,12 @@ class Gr00tPolicy:
     def _starts(self, noise: Vector | None, seed: int, batch: int) -> list[NDArray[np.float32]]:
         horizon, width = self.contract.model_horizon, self.contract.action_width
         if noise is None:
-            if not 0 <= seed < SEED_LIMIT - batch:
-                raise InvalidObservation(f"seed is {seed}; it must lie between 0 and {SEED_LIMIT - batch - 1}")
+            if not isinstance(seed, int | np.integer) or not 0 <= seed < SEED_LIMIT - batch:
+                raise InvalidObservation(f"seed is {seed!r}; it must be a whole number from 0 to {SEED_LIMIT - batch - 1}")
             return [draw_noise(seed + b, horizon, width) for b in range(batch)]
-        if noise.shape not in {(batch, horizon, width), *([(horizon, width)] if batch == 1 else [])} or noise.dtype != np.float32:
-            raise InvalidObservation(f"noise is {noise.dtype} {list(noise.shape)}, wanted float32 {[batch, horizon, width]}")
+        shapes = {(batch, horizon, width), *([(horizon, width)] if batch == 1 else [])}
+        if not isinstance(noise, np.ndarray) or noise.shape not in shapes or noise.dtype != np.float32:
+            raise InvalidObservation(f"noise is {_kind(noise)}, wanted float32 {[batch, horizon, width]}")
         return list(noise.reshape(batch, horizon, width))
 
     def _check(self, observation: Mapping[str, Any]) -> int:
@@ -131,7 +134,6 @@ class Gr00tPolicy:
         batch = 0
         for key, (dtype, shape) in wanted.items():
             value = observation[key]
-            has = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
             fits = (
                 isinstance(value, np.ndarray)
                 and value.dtype == dtype
@@ -140,7 +142,9 @@ class Gr00tPolicy:
             )
             if not fits or value.shape[0] != (batch := batch or int(value.shape[0])):
                 told = f"{dtype} [{', '.join(map(str, shape))}]" + (f" with B = {batch}" if batch else "")
-                raise InvalidObservation(f"{key} is {has}, wanted {told}")
+                raise InvalidObservation(f"{key} is {_kind(value)}, wanted {told}")
+            if dtype == "uint8" and max(value.shape[2:4]) > MOST_SIDE:
+                raise InvalidObservation(f"{key} is {value.shape[2]} × {value.shape[3]} pixels; a side may have {MOST_SIDE}")
             if dtype == "float32" and not np.isfinite(value).all():
                 raise InvalidObservation(f"{key} holds NaN or infinity")
         return batch
@@ -155,6 +159,10 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
     rows, columns = seen_grid(contract.pictures)
     tokens = Tokens(bundle.path / "tokenizer", contract.prompt, rows * columns // MERGE**2)
     return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps, loop=loop))
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def _texts(value: Any, key: str, batch: int) -> Sequence[str]:

@@ -170,6 +170,8 @@ class Tokens:
             self._tokenizer = Tokenizer.from_str(file.read_text("utf-8"))
         except Exception as error:  # the library raises bare Exception for any malformed file
             raise BadRequest(f"{file}: cannot be read as a tokenizer ({error}); export the checkpoint again") from error
+        self._tokenizer.no_truncation()  # a file may carry both, as whoever saved it last used it
+        self._tokenizer.no_padding()
         image = self._tokenizer.token_to_id(prompt.image_token)
         if image is None:
             raise BadRequest(f"{file} does not know {prompt.image_token}, which stands for a picture; use the tokenizer of Qwen3-VL")
@@ -177,6 +179,11 @@ class Tokens:
         self._prompt = prompt
         self._repeat = per_picture
         self.ids = lru_cache(maxsize=256)(self._ids)
+
+    def id_of(self, token: str) -> int | None:
+        """A token's id; None: the tokenizer does not know it."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     def _ids(self, instruction: str) -> NDArray[np.int64]:
         """[S] ids of the rendered turn, each picture's place repeated for its tokens; read-only."""

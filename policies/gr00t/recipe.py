@@ -23,7 +23,7 @@ from vla_eval.types import BadRequest, Vector
 from ..components import position_ids
 from . import dit, network
 from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, geometry_from, not_needed, read_architecture, read_geometry
-from .contract import FRAMES, MERGE, PATCH, Contract, from_checkpoint, parse
+from .contract import FRAMES, MERGE, PATCH, TOKENIZER_FILES, Contract, from_checkpoint, parse
 from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
 from .runtime import DEEPSTACK
 from .tables import action_time_bias, adanorm_modulation, buckets
@@ -85,11 +85,11 @@ def recipe(
     _check_contract(checkpoint, contract, a, steps)
     rows, columns = seen_grid(contract.pictures)
     tokens = Tokens(folder, contract.prompt, rows * columns // MERGE**2)
-    if tokens.image_token != a.geometry.token_ids["image_pad"]:
-        raise BadRequest(
-            f"{folder}: the token of a picture is {tokens.image_token}, the geometry says {a.geometry.token_ids['image_pad']}; "
-            "this is the tokenizer of another backbone"
-        )
+    for name in ("image_pad", "vision_start", "vision_end", "im_start", "im_end"):
+        found, wanted = tokens.id_of(f"<|{name}|>"), a.geometry.token_ids.get(name)
+        if wanted is not None and found != wanted:
+            told = f"<|{name}|> is token {found}, the geometry says {wanted}"
+            raise BadRequest(f"{folder}: {told}; this is the tokenizer of another backbone")
     form = _kernels_form(a, stored.weights, dtype, batch) if kernels else None
     table = token_table(stored, EMBEDDING, HEAD)
     stored.check_numbers(FLOAT16_LIMIT if dtype == "fp16" else math.inf)
@@ -120,7 +120,7 @@ def recipe(
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
         if set(components) == set(COMPONENTS):
             stored.check_all_read(not_needed(stored, a))
-        stage.copy(folder, "tokenizer")
+        stage.copy(folder, "tokenizer", TOKENIZER_FILES)  # the backbone's folder may hold its weights too
         write_npz(stage.shared(SELFTEST), _selftest(a, contract, tokens, table, stored.weights, batch, (rows, columns), min(steps)))
     return open_bundle(out)
 

@@ -231,11 +231,12 @@ def test_a_place_that_nobody_may_write_to_is_one_sentence(tmp_path: Path, monkey
 def test_shared_files_are_copied_and_known_to_be_covered_by_nothing(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "model.safetensors").write_text("gigabytes")
     with staged(tmp_path / "b", identity(), POLICY) as stage:
         with OnnxPen(stage.file("first", "first.onnx"), "float32") as g:
             g.output(g.input("x", "float32", (1,)), "y")
         stage.finish("first", g.inputs, g.outputs)
-        stage.copy(tmp_path / "source", "tokenizer")
+        stage.copy(tmp_path / "source", "tokenizer", ("tokenizer.j*", "merges.txt"))
     bundle = open_bundle(tmp_path / "b")
     assert list(uncovered(bundle)) == ["tokenizer/tokenizer.json"]
     (tmp_path / "b" / "tokenizer" / "tokenizer.json").write_text('{"edited": true}')
@@ -412,6 +413,24 @@ def test_everything_is_bound_by_name_whatever_order_the_graph_declares(file: str
         assert np.array_equal(to_host(found[name]), said[name])
 
 
+def test_inputs_that_fit_one_by_one_but_not_together_are_one_sentence(made: Path) -> None:
+    y, noise = np.ones((3, 300), np.float32), np.ones((2, 300), np.float32)
+    with pytest.raises(BadRequest, match=r"action: its inputs do not fit together \(.*\)$") as refused:
+        load_engine(open_bundle(made).component("action"))(y=y, noise=noise)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_graph_that_the_runtime_cannot_load_is_one_sentence(bundle: Path) -> None:
+    file, config = bundle / "first/first.onnx", bundle / "first/config.json"
+    content = file.read_bytes().replace(b"Gemm", b"Germ").replace(b"MatMul", b"MetMul")
+    assert content != file.read_bytes()
+    file.write_bytes(content)
+    artifact = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+    change(config, artifacts={**json.loads(config.read_text())["artifacts"], file.name: artifact})
+    with pytest.raises(ContractMismatch, match=r"first\.onnx: ONNX Runtime .* cannot load it"):
+        load_engine(open_bundle(bundle).component("first"))
+
+
 def test_bf16_and_direct_bundles_say_that_they_need_tensorrt(tmp_path: Path) -> None:
     bf16 = open_bundle(write(tmp_path / "bf16", identity(dtype="bf16")))
     with pytest.raises(BadRequest, match="bf16, which runs on TensorRT only"):
@@ -546,6 +565,8 @@ def test_an_output_that_is_not_finite_fails_and_is_still_json(made: Path, refere
         (lambda r: {k: v for k, v in r.items() if not k.startswith("action/1")}, r"\[0, 2\]; they must count up"),
         (lambda r: {**r, "first/0/out/y": r["first/0/out/y"][:1]}, r"first/0/out/y is \[1, 300\], the bundle has \[2, 300\]"),
         (lambda r: {**r, "first/0/out/z": r["first/0/out/y"]}, "no such output"),
+        (lambda r: {**r, "first/0/out/y": r["first/0/out/y"].astype(complex)}, "first/0/out/y is complex128"),
+        (lambda r: {**r, "first/0/in/x": np.full((2, 8), "a")}, "first/0/in/x is <U1"),
     ],
 )
 def test_a_reference_that_cannot_be_compared_is_refused(

@@ -142,9 +142,33 @@ def other_type(file: Path) -> None:
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"I32"'))
 
 
+def header(said: str, body: bytes = b"\0" * 8) -> Callable[[Path], None]:
+    """A file with that header."""
+
+    def damage(file: Path) -> None:
+        file.write_bytes(len(said).to_bytes(8, "little") + said.encode() + body)
+
+    return damage
+
+
+enormous = header('{"x": {"dtype": "F32", "shape": [%d], "data_offsets": [0, %d]}}' % (10**30, 4 * 10**30))  # noqa: UP031
+nested = header("[" * 100_000)
+list_dtype = header('{"x": {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]}}')
+overlapping = header(
+    '{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "y": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+)
+gap = header('{"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}')
+
+
+def web_page(file: Path) -> None:
+    file.write_text("<!DOCTYPE html><html><head><title>Sign in</title></head></html>")
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
+        (enormous, "would end at byte"), (nested, "damaged"), (list_dtype, "damaged"), (overlapping, "begins at byte"),
+        (gap, "begins at byte"), (web_page, "not a safetensors file"),
         (cut, "cut short"), (lengthened, "cut short or damaged"), (pointer, "large-file pointer"), (huge_header, "not a safetensors file"),
         (no_json, "damaged"), (false_shape, "damaged"), (negative_shape, "damaged"), (other_type, "only F32, F16 and BF16"),
     ],

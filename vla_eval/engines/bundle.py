@@ -269,10 +269,10 @@ class Stage:
         self.order.append(name)
         return self.folder / name
 
-    def copy(self, source: Path, name: str) -> None:
-        """Files that every component shares, such as the tokenizer: a folder's plain files, under `name`."""
+    def copy(self, source: Path, name: str, patterns: Sequence[str]) -> None:
+        """Files that every component shares, such as the tokenizer: those of a folder that fit the patterns, under `name`."""
         (self.folder / name).mkdir()
-        for file in sorted(source.iterdir()):
+        for file in sorted({file for pattern in patterns for file in source.glob(pattern)}):
             if file.is_file():
                 shutil.copyfile(file, self.folder / name / file.name)
                 self.order.append(f"{name}/{file.name}")

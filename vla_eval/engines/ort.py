@@ -33,9 +33,12 @@ class OrtEngine:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3  # its warnings speak of its own optimisers
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the simulators beside us want the cores
-        self._session = onnxruntime.InferenceSession(
-            str(component.file(f"{component.name}.onnx")), options, providers=["CPUExecutionProvider"]
-        )
+        graph = str(component.file(f"{component.name}.onnx"))
+        try:
+            self._session = onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # the library's own kinds have no common root
+            told = f"{graph}: ONNX Runtime {onnxruntime.__version__} cannot load it ({_line(error)})"
+            raise ContractMismatch(f"{told}; export the component again with this version") from error
         self.inputs, self.outputs = component.inputs, component.outputs
         self.about = {"backend": "onnxruntime", "version": onnxruntime.__version__, "device": "cpu", "dtype": component.dtype}
         self._check(self._session.get_inputs(), self.inputs)
@@ -44,7 +47,11 @@ class OrtEngine:
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         check_inputs(self.where, self.inputs, inputs)
         names = [spec.name for spec in self.outputs]
-        return dict(zip(names, self._session.run(names, {name: to_host(tensor) for name, tensor in inputs.items()}), strict=True))
+        fed = {name: to_host(tensor) for name, tensor in inputs.items()}
+        try:
+            return dict(zip(names, self._session.run(names, fed), strict=True))
+        except Exception as error:  # as above; each input fits by itself, but not all of them together
+            raise BadRequest(f"{self.where}: its inputs do not fit together ({_line(error)})") from error
 
     def _check(self, nodes: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
         said = {spec.name: (spec.dtype, tuple(n if isinstance(n, int) else None for n in spec.shape)) for spec in specs}
@@ -52,3 +59,7 @@ class OrtEngine:
         if said != found:
             wrong = sorted(name for name in {*said, *found} if said.get(name) != found.get(name))
             raise ContractMismatch(f"{self.where}: graph and config.json disagree about {', '.join(wrong)}; export the component again")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -140,6 +140,8 @@ def compare(
                 if key not in found or found[key].shape != array.shape:
                     has = list(found[key].shape) if key in found else "no such output"
                     raise BadRequest(f"the reference's {key} is {list(array.shape)}, the bundle has {has}; it is of another model or batch")
+                if not array.size:
+                    raise BadRequest(f"the reference's {key} is empty; make it again")
                 earlier = [c for c in range(call) if np.array_equal(found[f"{component}/{c}/out/{output}"], found[key])]
                 stale = any(not np.array_equal(sides[c]["out"].get(output, array), array) for c in earlier)
                 rows.append(_judge(component, call, output, found[key], array, gate, stale))
@@ -177,6 +179,8 @@ def _calls(flat: Flat) -> dict[str, list[dict[str, dict[str, Vector]]]]:
         match = _KEY.fullmatch(key)
         if match is None:
             raise BadRequest(f"{key!r} is no tensor of a reference; keys look like 'action/0/in/state'")
+        if array.dtype.kind not in "biuf":
+            raise BadRequest(f"the reference's {key} is {array.dtype}; tensors are real numbers or booleans")
         sides = found.setdefault(match["component"], {}).setdefault(int(match["call"]), {"in": {}, "out": {}})
         sides[match["side"]][match["name"]] = array
     for component, calls in found.items():

@@ -203,8 +203,8 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except OSError as error:
         raise BadRequest(f"{path}: cannot be read ({error.strerror}); is the checkpoint or bundle complete?") from error
-    except ValueError as error:
-        raise BadRequest(f"{path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{path}: not JSON ({error}); fetch it again") from error
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -239,7 +239,7 @@ def _header(file: Path, seen: set[str], digest: Any) -> list[Tensor]:
             entries = json.loads(text)
             entries.pop("__metadata__", None)
             tensors = sorted((_entry(file, name, said, 8 + length, seen) for name, said in entries.items()), key=lambda t: t.offset)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadRequest(f"{file}: its safetensors header is damaged ({type(error).__name__}: {error}); fetch it again") from error
         end = 8 + length
         digest.update(file.name.encode() + b"\0" + text)
@@ -247,6 +247,8 @@ def _header(file: Path, seen: set[str], digest: Any) -> list[Tensor]:
             if tensor.offset != end:
                 raise BadRequest(f"{file}: {tensor.name!r} begins at byte {tensor.offset}, not at {end}; fetch the file again")
             end = tensor.offset + math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
+            if end > size:
+                raise BadRequest(f"{file}: {tensor.name!r} would end at byte {end}, the file has {size}: cut short; fetch it again")
             for at in (tensor.offset, (tensor.offset + end - _WINDOW) // 2, end - _WINDOW):
                 stream.seek(max(at, tensor.offset))
                 digest.update(stream.read(min(_WINDOW, end - tensor.offset)))

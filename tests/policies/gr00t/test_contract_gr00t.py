@@ -92,7 +92,22 @@ def test_a_name_gives_the_files_slot(many_tags: Path, name: str, slot: int) -> N
     assert from_checkpoint(many_tags, name)["embodiment_id"] == slot
 
 
-@pytest.mark.parametrize("name", ASKED["refused"])
+def test_tags_that_differ_only_in_case_are_told_apart_by_case(many_tags: Path) -> None:
+    for file, add in (
+        ("embodiment_id.json", lambda c: c.update(LIBERO_SIM=30)),
+        ("statistics.json", lambda c: c.update(LIBERO_SIM=c["libero_sim"])),
+        ("processor_config.json", lambda c: c["processor_kwargs"]["modality_configs"].update(
+            LIBERO_SIM=c["processor_kwargs"]["modality_configs"]["libero_sim"])),
+    ):  # fmt: skip
+        edit(many_tags / file, add)
+    assert from_checkpoint(many_tags, "LIBERO_SIM")["embodiment_id"] == 30
+    assert from_checkpoint(many_tags, "libero_sim")["embodiment_id"] == 5
+    for name in ("Libero_Sim", "LIBERO_PANDA"):
+        with pytest.raises(BadRequest, match=f"'{name}' means any of libero_sim, LIBERO_SIM"):
+            from_checkpoint(many_tags, name)
+
+
+@pytest.mark.parametrize("name", [*ASKED["refused"], "²", "+-5", "1_9", "99999999999999999999"])
 def test_a_misspelt_name_is_refused_with_the_list(many_tags: Path, name: str) -> None:
     with pytest.raises(BadRequest, match=r"embodiment_id\.json has libero_sim, new_embodiment, xdof_relative") as refused:
         from_checkpoint(many_tags, name)
@@ -191,7 +206,7 @@ def test_what_is_not_implemented_is_refused(checkpoint: Path, field: str) -> Non
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_or_broken_file_is_named(checkpoint: Path, name: str) -> None:
     (checkpoint / name).write_text("[1")
-    with pytest.raises(BadRequest, match=f"{name}: cannot be read as JSON"):
+    with pytest.raises(BadRequest, match=f"{name}: not JSON"):
         from_checkpoint(checkpoint)
     (checkpoint / name).unlink()
     with pytest.raises(BadRequest, match=f"has no {name}, neither at its root nor in processor/"):
@@ -204,6 +219,48 @@ def test_statistics_of_the_wrong_length_or_not_finite_are_refused(checkpoint: Pa
         from_checkpoint(checkpoint)
     edit(checkpoint / "statistics.json", lambda c: c["libero_sim"]["state"]["x"].update(q99=[float("nan")]))
     with pytest.raises(BadRequest, match=r"libero_sim\.state\.x\.q99\[0\] is nan"):
+        from_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("number", [1e39, -1e300, 10**400, True, "0.1"], ids=str)
+def test_statistics_that_no_float32_holds_are_refused(checkpoint: Path, number: Any) -> None:
+    edit(checkpoint / "statistics.json", lambda c: c["libero_sim"]["action"]["x"].update(q01=[number]))
+    with pytest.raises(BadRequest, match=r"libero_sim\.action\.x\.q01\[0\] is .*, no finite number of float32"):
+        from_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("crop_fraction", "0.95", "crop_fraction is '0.95', no number"),
+        ("crop_fraction", [0.95], r"crop_fraction is \[0.95\], no number"),
+        ("crop_fraction", True, "crop_fraction is True, no number"),
+        ("crop_fraction", 0.0, "crop_fraction is 0.0, no fraction"),
+        ("crop_fraction", 10**400, "crop_fraction is 1000.*, no fraction"),
+        ("crop_fraction", float("nan"), "crop_fraction is nan, no fraction"),
+        ("shortest_image_edge", 0, "must lie between 1 and 4096 pixels"),
+        ("shortest_image_edge", 10**12, "must lie between 1 and 4096 pixels"),
+        ("image_target_size", [256, 5000], "must lie between 1 and 4096 pixels"),
+        ("image_target_size", [256.0, 256], "must hold a height and a width"),
+        ("formalize_language", 1, "formalize_language is 1, no true or false"),
+        ("max_state_dim", True, "max_state_dim is True, no whole number"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(checkpoint: Path, field: str, value: Any, says: str) -> None:
+    edit_kwargs(checkpoint, **{field: value})
+    with pytest.raises((BadRequest, ContractMismatch), match=says):
+        from_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("field", ["sin_cos_embedding_keys", "mean_std_embedding_keys"])
+@pytest.mark.parametrize(("value", "says"), [("xyz", "no list"), (5, "no list"), (["wheel"], "names 'wheel', which is none of")])
+def test_encodings_of_groups_that_are_not_there_are_refused(checkpoint: Path, field: str, value: Any, says: str) -> None:
+    edit_kwargs(checkpoint, apply_sincos_state_encoding=True)
+    edit(
+        checkpoint / "processor_config.json",
+        lambda c: c["processor_kwargs"]["modality_configs"]["libero_sim"]["state"].update({field: value}),
+    )
+    with pytest.raises(BadRequest, match=f"{field} .*{says}"):
         from_checkpoint(checkpoint)
 
 
@@ -277,6 +334,10 @@ def test_a_template_with_counters_and_conditions_renders_as_the_plain_one(checkp
         # strips the text
         "{% for p in messages[0].content %}{% if p.type == 'image' %}<|image_pad|>{% else %}{{ p.text | trim }}{% endif %}{% endfor %}",
         "{{ messages.__class__.__mro__ }}",  # reaches for Python
+        "{{ 1 // 0 }}",
+        "{{ messages + 1 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{% if %}",
     ],
 )
@@ -348,6 +409,9 @@ def wrong(path: str, value: Any) -> dict[str, Any]:
         ("pictures.resize", "lanczos", "neither 'area' nor 'torchvision'"),
         ("pictures.crop", 1.5, "no fraction"),
         ("pictures.target", [256], "must hold a height and a width"),
+        ("pictures.edge", 0, "must lie between 1 and 4096"),
+        ("pictures.edge", 1 << 40, "must lie between 1 and 4096"),
+        ("action.groups.0.high", [10**400], "no finite number of float32"),
     ],
 )
 def test_a_contract_that_contradicts_itself_is_refused_by_field(path: str, value: Any, says: str) -> None:

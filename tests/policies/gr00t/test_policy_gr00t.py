@@ -140,17 +140,32 @@ def test_a_missing_key_is_named(key: str) -> None:
         asked.infer(seen)
 
 
-@pytest.mark.parametrize("noise", [np.zeros((40, 7), np.float32), np.zeros((2, 40, 132), np.float32), np.zeros((40, 132))])
-def test_noise_of_another_shape_or_precision_is_refused(noise: NDArray[Any]) -> None:
+@pytest.mark.parametrize("noise", [np.zeros((40, 7), np.float32), np.zeros((2, 40, 132), np.float32), np.zeros((40, 132)), [[0.0]], 5])
+def test_noise_of_another_kind_shape_or_precision_is_refused(noise: Any) -> None:
     asked, _ = policy()
     with pytest.raises(InvalidObservation, match=r"noise is .*, wanted float32 \[1, 40, 132\]"):
         asked.infer(observation(), noise=noise)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_beyond_32_bits_is_refused(seed: int) -> None:
-    with pytest.raises(InvalidObservation, match=f"seed is {seed}"):
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.5, "7", None])
+def test_a_seed_that_is_no_number_of_32_bits_is_refused(seed: Any) -> None:
+    with pytest.raises(InvalidObservation, match=f"seed is {seed!r}"):
         policy()[0].infer(observation(), seed=seed)
+
+
+def test_a_picture_is_measured_before_it_is_padded_to_a_square() -> None:
+    """A line of 300 kB would become 30 GB."""
+    asked, runtime = policy()
+    with pytest.raises(InvalidObservation, match=r"video\.wrist_image is 1 × 100000 pixels; a side may have 8192"):
+        asked.infer({**observation(), "video.wrist_image": np.zeros((1, 1, 1, 100_000, 3), np.uint8)})
+    assert not runtime.rows
+
+
+@pytest.mark.parametrize("change", [np.ascontiguousarray, lambda p: p[..., ::-1][..., ::-1], lambda p: np.asfortranarray(p)])
+def test_the_memory_layout_of_a_picture_changes_nothing(change: Any) -> None:
+    asked, runtime = policy()
+    asked.infer({**observation(), "video.image": change(observation()["video.image"])}, noise=REFERENCE["noise"])
+    np.testing.assert_array_equal(runtime.rows[0].patches, REFERENCE["input.pixel_values"])
 
 
 def test_another_embodiment_is_asked_by_its_own_keys() -> None:

@@ -177,6 +177,18 @@ def test_an_instruction_cannot_smuggle_in_a_picture() -> None:
         loose.ids("open <|image_pad|> it")
 
 
+def test_truncation_and_padding_that_a_file_carries_are_not_used(tmp_path: Path, contracts: dict[str, Contract]) -> None:
+    """Whoever saved a tokenizer last may have cut and filled its prompts: training did not."""
+    said = json.loads((CHECKPOINT / "tokenizer/tokenizer.json").read_text())
+    said["truncation"] = {"direction": "Right", "max_length": 12, "strategy": "LongestFirst", "stride": 0}
+    said["padding"] = {
+        "strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(said))
+    plain, other = (processor.Tokens(folder, contracts["libero_sim"].prompt, 64) for folder in (CHECKPOINT / "tokenizer", tmp_path))
+    assert other.ids("put both moka pots on the stove").tolist() == plain.ids("put both moka pots on the stove").tolist()
+
+
 @pytest.mark.parametrize("text", ["", "{}", "no json", '{"model": {"type": "BPE"}}'])
 def test_a_damaged_tokenizer_is_refused_by_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokenizer.json").write_text(text)

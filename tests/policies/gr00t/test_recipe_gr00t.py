@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vla_eval.engines.trt_pen import TrtPen
 from vla_eval.engines.verify import SELFTEST, compare, trace
 from vla_eval.engines.weights import INDEX, Checkpoint, open_checkpoint
 from vla_eval.policies.gr00t import network
+from vla_eval.policies.gr00t import recipe as gr00t_recipe
 from vla_eval.policies.gr00t.configuration import (
     EMBEDDING,
     HEAD,
@@ -63,7 +65,7 @@ def rewrite(checkpoint: Path, alter: Callable[[Tensors], Tensors], dtype: Any = 
     for file in sorted(checkpoint.glob("*.safetensors")):
         tensors |= load_file(file)
         file.unlink()
-    (checkpoint / INDEX).unlink()
+    (checkpoint / INDEX).unlink(missing_ok=True)
     tensors = alter(tensors)
     save_file(
         {n: np.ascontiguousarray(t if dtype is None else t.astype(dtype)) for n, t in tensors.items()}, checkpoint / "model.safetensors"
@@ -162,11 +164,22 @@ def test_the_policy_contract_carries_the_builds_identity_and_is_written_last(tin
     assert findings(bundle) == []
 
 
-def test_only_the_embodiments_own_slot_is_taken(tiny: Tiny) -> None:
-    """A checkpoint in which every other slot is spoilt makes the same action graph."""
-    action = open_bundle(tiny()).component("action")
-    slots = sum(np.prod(t.shape[1:]) for n, t in open_checkpoint(GOLDEN / "checkpoint").tensors.items() if n.endswith((".W", ".b")))
-    assert (action.folder / "action.onnx.data").stat().st_size < 32 * 4 * slots
+def test_only_the_embodiments_own_slot_is_taken(checkpoint: Path, tiny: Tiny) -> None:
+    """A checkpoint in which every other slot is another makes the same action engine and tables."""
+
+    def others(tensors: Tensors) -> Tensors:
+        spoilt = {name: np.where(np.arange(32).reshape(-1, *[1] * (array.ndim - 1)) == 19, array, 1 - 3 * array).astype(array.dtype)
+                  for name, array in tensors.items() if name.endswith((".W", ".b"))}  # fmt: skip
+        assert len(spoilt) == 14
+        return {**tensors, **spoilt}
+
+    rewrite(checkpoint, others)
+    wanted, found = (
+        bundle.component("action").config["artifacts"] for bundle in (open_bundle(tiny()), export(checkpoint, checkpoint.parent / "b"))
+    )
+    assert found == wanted
+    rewrite(checkpoint, lambda tensors: {name: -array if name.endswith("layer2.b") else array for name, array in tensors.items()})
+    assert export(checkpoint, checkpoint.parent / "c").component("action").config["artifacts"] != wanted
 
 
 def test_a_part_of_the_components_is_completed_by_a_later_export(tiny: Tiny, tmp_path: Path) -> None:
@@ -281,6 +294,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "another select_layer": (config(select_layer=3), "select_layer is 3, the geometry says 4"),
     "other heads": (config(diffusion_model_cfg__num_attention_heads=4), "input_embedding_dim is 36, the geometry says 48"),
     "another norm": (config(diffusion_model_cfg__norm_type="layer_norm"), "norm_type is 'layer_norm'"),
+    "more blocks than tensors": (config(diffusion_model_cfg__num_layers=10**9), "1000000000 DiT layers are declared"),
     "no alternation": (config(use_alternate_vl_dit=False), "use_alternate_vl_dit is False"),
     "another horizon in the processor": (processor(max_action_horizon=50), "max_action_horizon is 50"),
     "another width in the processor": (processor(max_state_dim=64), "max_state_dim is 64"),
@@ -334,10 +348,32 @@ def test_a_layer_that_the_network_forgets_cannot_hide(tmp_path: Path, monkeypatc
 
 def test_a_geometry_with_a_field_too_many_or_another_rotation_is_refused(tmp_path: Path) -> None:
     said = json.loads(GEOMETRY.read_text())
-    for part, field, value in (("text", "window", 4), ("text", "mrope_interleaved", False), ("vision", "heads", 3)):
+    for part, field, value in (
+        ("text", "window", 4), ("text", "mrope_interleaved", False), ("vision", "heads", 3), ("text", "heads", "8"),
+        ("text", "kv_heads", 0), ("text", "head_dim", True), ("text", "rope_theta", float("nan")), ("vision", "depth", 10**12),
+        ("vision", "num_positions", 2303), ("vision", "deepstack_after_blocks", [0, 1, 1]), ("vision", "deepstack_after_blocks", 3),
+        ("text", "mrope_section", "abc"),
+        ("token_ids", "image_pad", -1), ("token_ids", "image_pad", "292"), ("token_ids", "vision_start", 291), ("token_ids", "im_end", 5),
+    ):  # fmt: skip
         (tmp_path / "g.json").write_text(json.dumps({**said, part: {**said[part], field: value}}))
         with pytest.raises(BadRequest, match=field):
             export(GOLDEN / "checkpoint", tmp_path / "b", geometry=tmp_path / "g.json")
+
+
+@pytest.mark.parametrize(("field", "value"), [("patch", 14), ("merge", 1), ("temporal_patch", 1), ("deepstack_after_blocks", (0, 1))])
+def test_a_backbone_whose_pictures_are_packed_otherwise_is_refused(
+    field: str, value: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where its tensors fit its geometry: the processor packs for one kind only."""
+
+    def other(stored: Any, geometry: Any) -> Architecture:
+        a = read_architecture(stored, geometry)
+        return replace(a, geometry=replace(geometry, vision=replace(geometry.vision, **{field: value})))
+
+    monkeypatch.setattr(gr00t_recipe, "read_architecture", other)
+    with pytest.raises(BadRequest, match=rf"vision\.{field} is .* packed for"):
+        export(GOLDEN / "checkpoint", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 # --- both routes, every precision -------------------------------------------------------------------------------------------------
