@@ -108,9 +108,11 @@ def recipe(
         raise BadRequest(
             f"{checkpoint}: actions are {width} wide, {configuration.name} has {configuration.action_dim}; choose another --policy-config"
         )
-    source = Path(norm_stats) if norm_stats else find_statistics(checkpoint, "--norm-stats FILE")
-    statistics = read_statistics(source, configuration)
-    tokens = Tokens(_tokenizer(checkpoint, tokenizer))
+    staged_before = norm_stats is None and any((out / "assets").rglob(STATISTICS))  # since the first export: these stay
+    if not staged_before:
+        source = Path(norm_stats) if norm_stats else find_statistics(checkpoint, "--norm-stats FILE")
+        statistics = read_statistics(source, configuration)
+    tokens = Tokens(_tokenizer(checkpoint, tokenizer, out))
     if tokens.size > g.table_rows:
         raise BadRequest(f"{tokens.file} has {tokens.size} pieces, the token table {g.table_rows} rows; it is another model's tokenizer")
     table = token_table(stored, HEAD, EMBEDDING)
@@ -139,12 +141,10 @@ def recipe(
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
         if set(chosen) == set(wanted):
             stored.check_all_read(not_needed(stored, g))
-        for name, file in (
-            (f"assets/{configuration.asset_id}/{STATISTICS}", statistics.file),
-            (f"text_tokenizer/{TOKENIZER}", tokens.file),
-        ):
-            if name.startswith("assets/") and norm_stats is None and any((out / "assets").rglob(STATISTICS)):
-                continue  # statistics that were staged since the first export stay
+        files = {f"text_tokenizer/{TOKENIZER}": tokens.file}
+        if not staged_before:
+            files[f"assets/{configuration.asset_id}/{STATISTICS}"] = statistics.file
+        for name, file in files.items():
             target = stage.shared(name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
@@ -228,11 +228,11 @@ def _most_times(s: Sizes) -> int:
     return s.times if isinstance(s.times, int) else s.times.max
 
 
-def _tokenizer(checkpoint: Path, given: Path | None) -> Path:
-    """The tokenizer's file. Raises BadRequest where it was looked for in vain."""
+def _tokenizer(checkpoint: Path, given: Path | None, out: Path) -> Path:
+    """The tokenizer's file: the one given, the checkpoint's, or that of the export which is made again. Raises BadRequest."""
     if given is not None:
         return Path(given)
-    for place in (checkpoint / name for name in TOKENIZER_PLACES):
+    for place in (*(checkpoint / name for name in TOKENIZER_PLACES), out / "text_tokenizer" / TOKENIZER):
         if place.is_file():
             return place
     raise BadRequest(

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnxruntime
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import vla_eval
@@ -70,6 +72,18 @@ def test_the_chunk_and_the_actions_are_the_references(tiny: Tiny, robot: str, no
     answer = load(bundle).infer(request, noise=arrays["noise"])
     assert off(answer["chunk_normalized"], arrays["chunk_normalized"][0]) <= 10 * ROUNDING[robot]["chunk_normalized"]
     assert off(answer["actions"], arrays["actions"]) <= 10 * ROUNDING[robot]["actions"]
+
+
+def test_a_bundle_that_does_not_say_is_not_hoisted(tiny: Tiny, tmp_path: Path) -> None:
+    """A three-engine export of the same contract version may lack the flag."""
+    bundle = tmp_path / "b"
+    shutil.copytree(tiny(no_hoist_cond=True), bundle)
+    config = json.loads((bundle / "action/config.json").read_text())
+    assert config["builder_config"].pop("hoisted_adarms_cond") is False
+    (bundle / "action/config.json").write_text(json.dumps(config))
+    arrays, request = reference("pi05_libero")
+    chunk = load(bundle).infer(request, noise=arrays["noise"])["chunk_normalized"]
+    assert off(chunk, arrays["chunk_normalized"][0]) <= 10 * ROUNDING["pi05_libero"]["chunk_normalized"]
 
 
 def test_half_precision_runs_and_keeps_flow_time_and_keys_where_they_belong(tiny: Tiny) -> None:
@@ -203,9 +217,12 @@ def test_alohas_wrong_steps_are_far_from_the_reference(tiny: Tiny, monkeypatch: 
     assert off(actions, arrays["actions"]) > 1e-2  # the goldens' README: 9e-2 and more
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_compact_prefix_is_the_masked_and_padded_one(tmp_path: Path, seed: int) -> None:
-    """What is masked out may as well not be there: positions count what is valid, in both."""
+PLACES = 96
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnxruntime.InferenceSession, onnxruntime.InferenceSession]:
+    """The prefix as it is, and the same drawn with a mask over its places."""
 
     class Masked(OnnxPen):
         """A pen whose attention sees an input `valid` only."""
@@ -217,25 +234,33 @@ def test_a_compact_prefix_is_the_masked_and_padded_one(tmp_path: Path, seed: int
             return super().attention(q, k, v, scale=scale, mask=self.seen, causal=causal)
 
     g, w = read_geometry(GOLDEN / "geometry.json"), open_checkpoint(GOLDEN / "pi05_libero/checkpoint", PREFIXES).weights
-    rng = np.random.default_rng(seed)
-    valid = rng.random(96) < rng.uniform(0.2, 0.9)
-    valid[0] = True
-    embeds = rng.standard_normal((1, 96, g.prefix.width), np.float32)
+    paths = []
+    for pen in (OnnxPen, Masked):
+        paths.append(tmp_path_factory.mktemp("prefix") / "prefix.onnx")
+        with pen(paths[-1], "float32") as drawing:
+            network.prefix(drawing, g, w, 1, Axis("S", 1, 48, PLACES))
+    compact, masked = (onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]) for path in paths)
+    return compact, masked
+
+
+@settings(max_examples=25, deadline=None)
+@given(valid=st.lists(st.booleans(), min_size=PLACES, max_size=PLACES).filter(any), seed=st.integers(0, 2**32 - 1))
+def test_a_compact_prefix_is_the_masked_and_padded_one(
+    prefixes: tuple[onnxruntime.InferenceSession, onnxruntime.InferenceSession], valid: list[bool], seed: int
+) -> None:
+    """What is masked out may as well not be there, wherever it lies: positions count what is valid, in both."""
+    g, keep = read_geometry(GOLDEN / "geometry.json"), np.array(valid)
+    embeds = np.random.default_rng(seed).standard_normal((1, PLACES, g.prefix.width), np.float32)
     found = []
-    for pen, rows, extra in (
-        (OnnxPen, valid, {}), (Masked, np.ones(96, bool), {"valid": valid[None, None, None]}),
+    for session, rows, extra in (
+        (prefixes[0], keep, {}), (prefixes[1], np.ones(PLACES, bool), {"valid": keep[None, None, None]}),
     ):  # fmt: skip
-        path = tmp_path / f"{pen.__name__}.onnx"
-        with pen(path, "float32") as drawing:
-            network.prefix(drawing, g, w, 1, Axis("S", 1, 48, 96))
-        table = processor.rotary(0, 96, g.prefix.head_dim, g.rope_theta)[(np.cumsum(valid) - 1)[rows]]
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        table = processor.rotary(0, PLACES, g.prefix.head_dim, g.rope_theta)[np.maximum(np.cumsum(keep) - 1, 0)[rows]]
         ids = np.arange(rows.sum(), dtype=np.int32)[None]
-        found.append(
-            session.run(None, {"inputs_embeds": embeds[:, rows], "rope_rotary_cos_sin": table[None], "attention_pos_id": ids, **extra})
-        )
+        fed = {"inputs_embeds": embeds[:, rows], "rope_rotary_cos_sin": table[None], "attention_pos_id": ids, **extra}
+        found.append(session.run(None, fed))
     for compact, padded in zip(*found, strict=True):
-        assert off(compact, padded[:, valid]) <= 2e-6  # sums of another length round differently, twice
+        assert off(compact, padded[:, keep]) <= 2e-6  # sums of another length round differently, twice
 
 
 def rows(bundle: Path, count: int) -> tuple[Pi05Runtime, list[Inputs]]:

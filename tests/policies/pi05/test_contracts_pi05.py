@@ -60,6 +60,21 @@ def test_every_golden_layout_is_read(robot: str) -> None:
     assert kinds == {"pi05_libero": {single}, "pi05_droid": {bfloat16}, "pi05_aloha": {single, bfloat16}}[robot]
 
 
+TABLE = {  # the specification's, row by row
+    "pi05_libero": (8, 7, 10, False, [("image", True), ("wrist_image", True)], [], 2),
+    "pi05_droid": (8, 8, 15, True, [("exterior_image_1_left", True), ("wrist_image_left", True)], [], 2),
+    "pi05_aloha": (14, 14, 50, True, [("cam_high", True), ("cam_left_wrist", False), ("cam_right_wrist", False)], ["cam_low"], 3),
+}
+
+
+@pytest.mark.parametrize("robot", ROBOTS)
+def test_the_three_configurations_are_the_specifications(robot: str) -> None:
+    c = CONFIGURATIONS[robot]
+    told = (c.state_dim, c.action_dim, c.horizon, c.discrete_state_input, [tuple(one) for one in c.cameras], list(c.ignored), c.opt_views)
+    assert told == TABLE[robot]
+    assert set(CONFIGURATIONS) == set(TABLE)
+
+
 def test_the_geometry_survives_its_plain_form() -> None:
     assert geometry_from(json.loads(json.dumps(plain(RELEASED)))) == RELEASED
 
@@ -149,6 +164,8 @@ def test_what_lerobot_saves_of_its_processors_is_no_part_of_the_weights(
             checkpoint / f"policy_{kind}processor_step_{step}_{name}_processor.safetensors",
             {"action.mean": (np.float32, (7,), [np.zeros(7)])},
         )
+    for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
+        (checkpoint / name).write_text("neither read nor JSON")
     assert artifacts(checkpoint) == original
     assert "none of pi0.5's" not in caplog.text
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from vla_eval import cli
 from vla_eval.arrays import read_npz
 from vla_eval.engines import trt
-from vla_eval.engines.bundle import open_bundle
+from vla_eval.engines.bundle import findings, open_bundle
 from vla_eval.engines.graph import PRECISIONS, Axis
 from vla_eval.engines.trt_build import check_network, new_network, read_network, serialize
 from vla_eval.engines.trt_pen import TrtPen
@@ -75,6 +80,55 @@ def test_an_export_is_repeatable_and_part_of_it_can_be_made_again(tmp_path: Path
     with pytest.raises(BadRequest, match=r"policy.json differs in trained_for"):
         export(tmp_path / "a", components=("visual",), suites=("libero_90",))
     assert files(tmp_path / "a")[str(STATISTICS)] == staged
+
+
+def test_part_of_an_export_is_made_again_with_the_statistics_and_tokenizer_that_lie_there(tmp_path: Path) -> None:
+    """As for LeRobot's release, which brings neither: the flags of the first export are not asked for again."""
+    release = Path(shutil.copytree(CHECKPOINT, tmp_path / "c", ignore=shutil.ignore_patterns("assets")))
+    export(tmp_path / "b", release, norm_stats=CHECKPOINT / STATISTICS)
+    first = files(tmp_path / "b")
+    with pytest.raises(BadRequest, match=r"assets holds no norm_stats\.json.*--norm-stats FILE"):
+        export(tmp_path / "other", release)
+    export(tmp_path / "b", release, components=("action",), tokenizer=None)
+    assert files(tmp_path / "b") == first
+
+
+def test_part_of_an_export_is_not_made_again_with_another_tokenizer(synthetic: Path, tmp_path: Path) -> None:
+    export(tmp_path / "b")
+    before = files(tmp_path / "b")
+    with pytest.raises(BadRequest, match=r"policy\.json differs in tokenizer from what this export would write"):
+        export(tmp_path / "b", components=("visual",), tokenizer=synthetic / "paligemma_tokenizer.model")
+    assert files(tmp_path / "b") == before
+
+
+def test_a_killed_export_leaves_what_was_there_and_the_next_one_ends_it(tmp_path: Path) -> None:
+    """The real command in a process of its own, killed as soon as a component's files appear."""
+    words = ["export", "--model", "pi05", "--checkpoint", str(CHECKPOINT), "--out", str(tmp_path / "b"), "--policy-config", "pi05_libero"]
+    words += ["--geometry", str(GOLDEN / "geometry.json"), "--tokenizer", str(GOLDEN / "paligemma_tokenizer.model")]
+    killed = subprocess.Popen([sys.executable, "-m", "vla_eval", *words], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while killed.poll() is None and not any((tmp_path / "b").glob(".staging-*/prefix/*")):
+        time.sleep(0.001)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert [entry.name.partition("-")[0] for entry in (tmp_path / "b").iterdir()] == [".staging"]
+    with pytest.raises(BadRequest, match="no bundle"):
+        open_bundle(tmp_path / "b")
+    assert cli.main(words) == 0
+    assert not list((tmp_path / "b").glob(".*"))
+    assert findings(open_bundle(tmp_path / "b")) == []
+
+
+def test_time_and_actions_are_computed_in_float32_in_half_precision_too(tiny: Tiny) -> None:
+    """The weights that no `--dtype` reaches: the time's MLP, the modulation, and both projections of the actions."""
+    bundle = open_bundle(tiny(dtype="fp16"))
+    for component, wanted in (("cond", {"time_mlp_in", "time_mlp_out"}), ("action", {"action_in_proj", "action_out_proj"})):
+        graph = onnx.load(bundle.component(component).file(f"{component}.onnx"), load_external_data=False).graph
+        kinds = {weight.name: weight.data_type for weight in graph.initializer}
+        named = {name: kind for name, kind in kinds.items() if name.partition(".")[0] in wanted}
+        assert {name.partition(".")[0] for name in named} == wanted
+        assert set(named.values()) == {onnx.TensorProto.FLOAT}
+        if component == "cond":
+            assert onnx.TensorProto.FLOAT16 not in kinds.values()
 
 
 OTHER: dict[str, Mapping[str, Any]] = {
