@@ -673,18 +673,17 @@ def bench(
     """
     from .engines import bench as timing
     from .engines.bundle import open_bundle
-    from .engines.engine import chosen
     from .results.stats import percentiles
 
     opened, options = open_bundle(bundle), _options(option)
     if backend != "auto" and options.setdefault("backend", backend) != backend:
         raise BadRequest(f"--backend {backend} and --option backend={options['backend']} disagree; say it once")
-    backend = str(options.get("backend", backend))
     words = _usual_instruction(opened) if instruction is None else instruction
-    on_card = chosen(list(opened.components.values()), backend) == "tensorrt"
+    policy = registry.load_policy(opened.model, bundle=bundle, **options)
+    engines: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})
+    on_card = any(about["backend"] != "onnxruntime" for about in engines.values())
     if against is not None and not on_card:
         raise BadRequest(f"--against {against} needs {bundle} on a GPU: a CPU's time beside a GPU's says nothing; build its plans there")
-    policy = registry.load_policy(opened.model, bundle=bundle, **options)
     rehearsal = _asked(policy, opened.model, "rehearse")(words)
     other = None
     if against is not None:
@@ -699,7 +698,6 @@ def bench(
         quantiles = percentiles(values)
         assert quantiles is not None
         ms[stage] = {q: 1e3 * getattr(quantiles, q) for q in ("p50", "p90", "p99")} | {"max": 1e3 * max(values)}
-    engines: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})
     about = {**rehearsal.about, "instruction": words, "frontend": opened.frontend, "dtype": opened.options["dtype"]}
     data = {
         "bundle": opened.digest, "model": opened.model, **about, "engines": engines, "requests": found.requests, "warm_up": found.warm_up,
