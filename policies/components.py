@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -12,22 +13,23 @@ from vla_eval.arrays import read_npz
 from vla_eval.engines.bundle import Bundle, Component
 from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, chosen, load_engines
+from vla_eval.engines.few_rows import CARD
 from vla_eval.engines.verify import SELFTEST, selftest
-from vla_eval.types import ContractMismatch, TensorSpec, Vector
+from vla_eval.types import BadRequest, ContractMismatch, TensorSpec, Vector
 
 if TYPE_CHECKING:
     from vla_eval.engines.trt_run import TrtEngine
 
 
 class Components:
-    """A bundle's components, loaded; `engines` replaces loading them, `own` makes some of them in place of TensorRT on its card."""
+    """A bundle's components, loaded; `engines` replaces loading them, `loop` says what runs the denoise steps."""
 
     def __init__(
         self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None,
-        own: Mapping[str, Callable[[Component, Card], Engine | None]] | None = None,
+        loop: Loop | None = None,
     ) -> None:  # fmt: skip
         """Raises BadRequest for a component that is missing or that the backend cannot run."""
-        self.engines = _load([bundle.component(name) for name in names], backend, own or {}) if engines is None else dict(engines)
+        self.engines = _load([bundle.component(name) for name in names], backend, loop) if engines is None else dict(engines)
         self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self.engines.items()}
         self.about = {name: dict(engine.about) for name, engine in self.engines.items()}
         if (plans := self.plans) is not None and (file := bundle.path / SELFTEST).is_file():
@@ -68,6 +70,48 @@ class Buffer:
         return self._memory[:size].reshape(*shape, self._width)
 
 
+LOOPS = ("auto", "kernels", "engine")
+KERNELS = "kernels"  # the option of an export that wrote weights for them
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What runs the denoise steps on a GPU: "kernels" of our own, TensorRT's "engine", or "auto": kernels where they can."""
+
+    said: str
+    component: str
+    batch: int
+    make: Callable[[Component, Card], Engine]
+
+    def __post_init__(self) -> None:
+        if self.said not in LOOPS:
+            raise BadRequest(f"unknown loop {self.said!r}; known: {', '.join(LOOPS)}")
+
+    def engine(self, stored: Component, card: Card | None) -> Engine | None:
+        """The kernels on that card, or None for TensorRT's engine. Raises BadRequest where "kernels" cannot run."""
+        problems = [
+            (card is None, "they run on a GPU with TensorRT plans beside them"),
+            (not stored.config["options"].get(KERNELS), "the bundle was exported without --kernels"),
+            (self.batch != 1, f"they answer one robot at a time, and the bundle's batch is {self.batch}"),
+            (
+                card is not None and card.sm != CARD,
+                f"they are written for an H100 or H200, not for {card.name if card else 'this machine'}",
+            ),
+        ]
+        why = [what for wrong, what in problems if wrong]
+        if self.said == "kernels" and why:
+            raise BadRequest(f"{stored.folder.parent}: loop=kernels cannot run: {why[0]}; take --option loop=engine")
+        return None if self.said == "engine" or why or card is None else self.make(stored, card)
+
+
+def check_kernels(dtype: str, batch: int) -> None:
+    """Raises BadRequest for an export whose denoise step the kernels cannot run."""
+    if dtype == "fp32":
+        raise BadRequest("--kernels run in half precision: choose --dtype fp16 or bf16")
+    if batch != 1:
+        raise BadRequest(f"--kernels answer one robot at a time, not --batch {batch}; leave one of the two out")
+
+
 def check_inputs(component: str, wanted: Collection[str], given: Collection[str]) -> None:
     """Raises ContractMismatch unless an engine is given just the inputs that it takes."""
     if set(wanted) != set(given):
@@ -91,14 +135,16 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
 
 
-def _load(
-    components: Sequence[Component], backend: str, own: Mapping[str, Callable[[Component, Card], Engine | None]]
-) -> dict[str, Engine]:
-    if not own or chosen(components, backend) != "tensorrt":
+def _load(components: Sequence[Component], backend: str, loop: Loop | None) -> dict[str, Engine]:
+    stepped = next((component for component in components if loop is not None and component.name == loop.component), None)
+    if loop is None or stepped is None or chosen(components, backend) != "tensorrt":
+        if loop is not None and stepped is not None:
+            loop.engine(stepped, None)
         return load_engines(components, backend)
     from vla_eval.engines.trt_run import load_plans
 
     card = Card()
-    made = {component.name: own[component.name](component, card) for component in components if component.name in own}
-    engines: dict[str, Engine] = {name: engine for name, engine in made.items() if engine is not None}
-    return {**load_plans([component for component in components if component.name not in engines], card), **engines}
+    kernels = loop.engine(stepped, card)
+    if kernels is None:
+        return {**load_plans(components, card)}
+    return {**load_plans([component for component in components if component is not stepped], card), stepped.name: kernels}

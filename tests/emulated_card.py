@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vla_eval.engines import kernels, trt
+from vla_eval.engines import few_rows, kernels, trt
 from vla_eval.engines.bundle import Bundle, Component
+from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.graph import NUMPY
 from vla_eval.engines.trt_build import plan_file, write_plan
 
@@ -283,6 +284,156 @@ class Api:
         return getattr(self._real, name)
 
 
+def rows_from(pointer: int, width: int, padded: int, rows: int, kind: Any) -> Any:
+    """Rows [T, K] out of [K / 8, R, 8]."""
+    return at(pointer, (width // 8, padded, 8), kind)[:, :rows].transpose(1, 0, 2).reshape(rows, width).astype(np.float32)
+
+
+def rows_to(pointer: int, padded: int, rows: Any, kind: Any) -> None:
+    count, width = rows.shape
+    at(pointer, (width // 8, padded, 8), kind)[:, :count] = rows.reshape(count, -1, 8).transpose(1, 0, 2).astype(kind)
+
+
+class Rows(few_rows.FewRows):
+    """Kernels of our own, played by their numpy twins on the same buffers, packed weights and sums included."""
+
+    emulated: Emulated
+
+    def __init__(self, card: Card, products: Sequence[few_rows.Product], rows: int, *, dtype: str, head_width: int) -> None:
+        self.card, self.rows, self._head_width, self.padded = card, rows, head_width, few_rows.padded(rows)
+        self.tiles = {product: few_rows.tile_for(product, self.padded) for product in products}
+        self._kind = NUMPY[dtype]  # type: ignore[index]
+
+    def _launch(self, name: str, fields: Any, values: Any, *_: Any, **__: Any) -> None:
+        raise AssertionError(f"{name} is not played")
+
+    def _do(self, work: Work) -> None:
+        self.emulated.launches += 1
+        self.emulated.do(work)
+
+    def product(self, product: few_rows.Product, *, rows: int | None = None, **v: Any) -> None:
+        tile, count = self.tiles[product], self.rows if rows is None else rows
+        named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}  # as they are bound now
+
+        def work() -> None:
+            x = rows_from(named["rows_in"], tile.inputs, self.padded, count, self._kind)
+            cut = at(
+                named["weight"],
+                (tile.outputs // 64, tile.cluster, tile.inputs // 16 // tile.cluster // tile.steps, 2 * tile.steps, 64, 8),
+                self._kind,
+            )
+            weight = cut.transpose(0, 4, 1, 2, 3, 5).reshape(tile.outputs, tile.inputs).astype(np.float32)
+            outputs = product.outputs // 2 if product.out == "GATE_UP" else product.outputs
+            known: dict[str, Any] = {name: at(named[name], (outputs,), np.float32) for name in ("bias", "lost", "gate") if name in named}
+            if product.out == "GATE_UP":
+                share = 64 // tile.cluster
+                weight = weight.reshape(-1, 2, share // 2, tile.inputs).transpose(1, 0, 2, 3).reshape(tile.outputs, tile.inputs)
+                known["bias"] = np.concatenate([known["bias"], known.pop("lost")])
+            if "late" in named:
+                known["late"] = at(named["late"], (outputs,), self._kind).astype(np.float32)
+            if "stats" in named:
+                whole = at(named["stats"], (few_rows.COPIES, self.padded, 2), np.int64).sum(0)[:count]
+                known["stats"] = (whole / [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]).astype(np.float32)
+            if "base" in named:
+                known["base"] = rows_from(named["base"], outputs, self.padded, count, np.float32)
+            exact = few_rows.Product(tile.inputs if product.norm == "NONE" else product.inputs, product.outputs, product.norm, product.out)
+            y = few_rows.product(x, weight[: product.outputs], exact, eps=v.get("eps", 0.0), first=v.get("first", 0), **known)
+            if product.out == "VELOCITY":
+                at(named["wide"], (count - v["first"], outputs), np.float32)[:] = y[v["first"] :]
+                return
+            if "wide" in named:
+                rows_to(named["wide"], self.padded, y, np.float32)
+            if "told" in named:
+                at(named["told"], (few_rows.COPIES, self.padded, 2), np.int64)[2, :count] += np.rint(
+                    few_rows.sums(y) * [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]
+                ).astype(np.int64)
+            if "narrow" in named:
+                y = y * at(named["scale"], (outputs,), np.float32) if "scale" in named else y
+                if v.get("out_width"):
+                    at(named["narrow"], (count, v["out_width"]), self._kind)[:, :outputs] = y
+                else:
+                    rows_to(named["narrow"], self.padded, y, self._kind)
+
+        self._do(work)
+
+    def attention(self, heads: int, keys: int, **v: Any) -> None:
+        width = heads * self._head_width
+        q, k, v_, out = (v[name].pointer for name in ("q", "k", "v", "out"))
+
+        def work() -> None:
+            asked = strided(q, self.rows, v["q_stride"], width, self._kind)
+            both = [strided(pointer, keys, v["kv_stride"], width, self._kind) for pointer in (k, v_)]
+            mask = at(v["mask"].pointer, (keys,), np.bool_) if v.get("mask") else None
+            seen = few_rows.attention(asked, both[0], both[1], heads, mask)
+            rows_to(out, self.padded, seen, self._kind)
+
+        self._do(work)
+
+    def attention_shared(self, heads: int, keys: int, **v: Any) -> None:
+        own, k, v_, rotary, out = (v[name].pointer for name in ("own", "k", "v", "rotary", "out"))
+        d = self._head_width
+
+        def work() -> None:
+            parts = at(own, (self.rows, heads + 2, d), self._kind).astype(np.float32)
+            table = at(rotary, (self.rows, 1, d), np.float32)
+            a, b, cos, sin = parts[..., : d // 2], parts[..., d // 2 :], table[..., : d // 2], table[..., d // 2 :]
+            turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+            both = [
+                np.repeat(np.concatenate([at(pointer, (keys, d), self._kind).astype(np.float32), mine])[:, None], heads, 1).reshape(
+                    -1, heads * d
+                )
+                for pointer, mine in ((k, turned[:, heads]), (v_, parts[:, heads + 1]))
+            ]
+            seen = few_rows.attention(turned[:, :heads].reshape(self.rows, -1), both[0], both[1], heads)
+            rows_to(out, self.padded, seen, self._kind)
+
+        self._do(work)
+
+    def begin(self, **v: Any) -> None:
+        named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}
+
+        def work() -> None:
+            at(named["stats"], (v["slots"], few_rows.COPIES, self.padded, 2), np.int64)[:] = 0
+            if "x" in named:
+                rows, first = v.get("rows", self.rows), v["first"]
+                x = np.zeros((rows, v["padded"]), np.float32)
+                x[first:, : v["width"]] = at(named["x"], (rows - first, v["width"]), np.float32)
+                rows_to(named["out"], self.padded, np.concatenate([x, np.zeros((self.padded - rows, v["padded"]))]), self._kind)
+
+        self._do(work)
+
+    def project_in(self, inputs: int, outputs: int, **v: Any) -> None:
+        named = {name: value.pointer for name, value in v.items()}
+
+        def work() -> None:
+            x = at(named["x"], (self.rows, inputs), np.float32) @ at(named["weight"], (inputs, outputs), np.float32)
+            x = (x + at(named["bias"], (outputs,), np.float32)).astype(self._kind).astype(np.float32)
+            rows_to(named["wide"], self.padded, x, np.float32)
+            rows_to(named["narrow"], self.padded, x * at(named["scale"], (outputs,), np.float32), self._kind)
+            whole = np.rint(few_rows.sums(x) * [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]).astype(np.int64)
+            at(named["told"], (few_rows.COPIES, self.padded, 2), np.int64)[1, : self.rows] += whole
+
+        self._do(work)
+
+    def project_out(self, inputs: int, outputs: int, **v: Any) -> None:
+        named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}
+
+        def work() -> None:
+            x = rows_from(named["wide"], inputs, self.padded, self.rows, np.float32)
+            normed = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(v["eps"]))
+            y = normed * at(named["scale"], (inputs,), np.float32) + at(named["shift"], (inputs,), np.float32)
+            y = y @ at(named["weight"], (outputs, inputs), np.float32).T + at(named["bias"], (outputs,), np.float32)
+            at(named["out"], (self.rows, outputs), np.float32)[:] = y
+
+        self._do(work)
+
+
+def strided(pointer: int, rows: int, stride: int, width: int, kind: Any) -> Any:
+    """[rows, width] of a wider table, which may end with the last row's width."""
+    step = stride * np.dtype(kind).itemsize
+    return np.stack([at(pointer + i * step, (width,), kind) for i in range(rows)]).astype(np.float32)
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Emulated, Callable[[Bundle], None]]:
     """The card in cuda-python's and TensorRT's place, and a function that puts plans beside a bundle's graphs."""
     import_module("cuda.bindings.nvrtc")  # the real one: kernels are really compiled
@@ -291,6 +442,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Emulated, Callable[[Bundle
     monkeypatch.setattr(trt, "door", lambda: stands_in)
     for name, module in card.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+
+    Rows.emulated = card
+    for room in ("gr00t.dit", "pi05.expert"):
+        monkeypatch.setattr(f"vla_eval.policies.{room}.FewRows", Rows)
 
     def plans(bundle: Bundle) -> None:
         for component in bundle.components.values():

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
-from vla_eval.engines.engine import Tensor, check_inputs
-from vla_eval.engines.few_rows import CARD, COPIES, FewRows, Product, pack, rows_on_card, tile_for
-from vla_eval.engines.graph import NUMPY
+from vla_eval.engines.engine import Tensor, check_inputs, to_host
+from vla_eval.engines.few_rows import FewRows, Product, pack, rows_on_card, tile_for
+from vla_eval.engines.graph import PRECISIONS
 from vla_eval.engines.weights import Tensor as Stored
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, ContractMismatch, Vector
 
+from ..workspace import Workspace, upload
 from .configuration import Architecture
 from .network import DIT_EPS, DIT_OUT_EPS
 
@@ -230,25 +231,21 @@ class DitEngine:
         self.inputs, self.outputs = component.inputs, component.outputs
         self.shape = Shape(**component.config["builder_config"]["dit"])
         self._modulation, self._time_bias = modulation, time_bias
-        plan = products(self.shape)
-        self.kernels = FewRows(card, [*plan.values()], self.shape.rows, dtype=component.dtype, head_width=self.shape.head_width)
-        self.plan = plan
-        self.vectors: dict[str, Buffer | list[Buffer]] = {}
-        for name, numbers in component.tensors(f"{PACKED}.safetensors").items():
-            if name == "places":
-                self.places = rows_on_card(numbers, self.kernels.padded)
-                continue
-            if (
-                name.endswith(".weight")
-                and numbers.size != (tile := self.kernels.tiles[plan[name.removesuffix(".weight")]]).outputs * tile.inputs
-            ):
+        self.plan = products(self.shape)
+        self.kernels = FewRows(
+            card, [*self.plan.values()], self.shape.rows, dtype=PRECISIONS[component.dtype], head_width=self.shape.head_width
+        )
+        fixed = component.tensors(f"{PACKED}.safetensors")
+        for name, product in self.plan.items():
+            tile = self.kernels.tiles[product]
+            if fixed[f"{name}.weight"].size != tile.outputs * tile.inputs:
                 raise ContractMismatch(f"{self.where}: {name!r} is packed for another tile; export the component again")
-            self.vectors[name] = card.load(_padded(numbers))
-        for name, numbers in component.tensors(f"{PACKED}.{len(modulation)}.safetensors").items():
-            kind = time_bias.dtype if name.endswith(".late") else np.dtype(np.float32)
-            self.vectors[name] = [card.load(_padded(row.astype(kind))) for row in numbers]
-        about = {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
-        self.about: dict[str, str] = about
+        self.places = rows_on_card(fixed.pop("places"), self.kernels.padded)
+        self.fixed = upload(card, fixed)
+        made = component.tensors(f"{PACKED}.{len(modulation)}.safetensors")
+        kinds = {name: time_bias.dtype if name.endswith(".late") else numbers.dtype for name, numbers in made.items()}
+        self.steps = [upload(card, {name: made[name][k].astype(kinds[name]) for name in made}) for k in range(len(modulation))]
+        self.about = {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
         self._asked: DitBound | None = None  # of the last call
 
     def bind(self, shapes: Mapping[str, Sequence[int]]) -> DitBound:
@@ -269,15 +266,14 @@ class DitEngine:
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         """As an engine: host arrays or buffers in, buffers out."""
         check_inputs(self.where, self.inputs, inputs)
-        rows = [inputs[name] for name in ("adanorm_modulation", "action_time_bias")]
-        step = self.step_of(*(row if isinstance(row, np.ndarray) else row.to_host() for row in rows))
+        step = self.step_of(*(to_host(inputs[name]) for name in ("adanorm_modulation", "action_time_bias")))
         tokens = inputs["text_attention_mask"].shape[-1]
         if self._asked is None or self._asked.tokens != tokens:
             if self._asked is not None:
                 self._asked.close()
             self._asked = self.bind({name: tensor.shape for name, tensor in inputs.items()})
         for name, tensor in inputs.items():
-            self._asked.feed(name, tensor)
+            self._asked.space.feed(name, tensor)
         self._asked.enqueue(step, fresh=True)
         return dict(self._asked.outputs)
 
@@ -286,46 +282,22 @@ class DitBound:
     """The buffers of one prompt length, and what is enqueued on them."""
 
     def __init__(self, engine: DitEngine, tokens: int) -> None:
-        self._engine, self._card, self.tokens = engine, engine.card, tokens
-        self._fed: dict[str, Buffer] = {}  # copies of host arrays
-        s, kernels, kind = engine.shape, engine.kernels, engine.component.dtype
-        self._kept: list[Buffer] = []
-        r = kernels.padded
-
-        def zeros(shape: Sequence[int], dtype: str) -> Buffer:  # padding is never written again
-            return self.keep(self._card.load(np.zeros(shape, NUMPY[dtype])))  # type: ignore[index]
-
+        self._engine, self.tokens = engine, tokens
+        s, kind = engine.shape, PRECISIONS[engine.component.dtype]
+        self.space = space = Workspace(engine.kernels, engine.plan, 2 * s.layers + 1)
         self._given = -(-max(s.action, s.state) // 16) * 16
-        sizes = {"given": self._given, "seen": s.width, "rows": s.width, "inner": s.inner, "head": s.hidden}
-        self._buffers = {name: zeros((size // 8, r, 8), kind) for name, size in sizes.items()}
-        self._buffers["asked"] = zeros((s.rows, 3 * s.width), kind)
-        self._buffers["wide"] = zeros((s.width // 8, r, 8), "float32")
-        self._buffers["places"] = self.keep(self._card.load(engine.places))
-        self._buffers["velocity"] = self.keep(self._card.empty((1, s.horizon, s.action), "float32"))
-        self._slots = 2 * s.layers + 1
-        self._sums = zeros((self._slots, COPIES * r * 2), "int64")
-        self.outputs = {"velocity": self._buffers["velocity"]}
-
-    def keep(self, buffer: Buffer) -> Buffer:
-        """A buffer to free with the others."""
-        self._kept.append(buffer)
-        return buffer
+        for name, size in {"given": self._given, "seen": s.width, "rows": s.width, "inner": s.inner, "head": s.hidden}.items():
+            space.rows(name, size, kind)
+        space.rows("wide", s.width, "float32")
+        space.rows("places", s.width, "float32")
+        engine.card.upload(engine.places, space.buffers["places"])
+        space.plain("asked", (s.rows, 3 * s.width), kind)
+        self.outputs = {"velocity": space.plain("velocity", (1, s.horizon, s.action), "float32")}
+        engine.card.wait()
 
     def set(self, name: str, buffer: Buffer) -> None:
         """Bind an input, without a copy."""
-        self._buffers[name] = buffer
-
-    def feed(self, name: str, tensor: Tensor) -> None:
-        """Bind a buffer as it is, or a copy of a host array."""
-        if isinstance(tensor, Buffer):
-            self.set(name, tensor)
-            return
-        array = np.ascontiguousarray(tensor if isinstance(tensor, np.ndarray) else tensor.to_host())
-        if name not in self._fed:
-            self._fed[name] = self.keep(self._card.load(array))
-        self._card.upload(array, self._fed[name])
-        self._card.wait()  # the array is the caller's again
-        self.set(name, self._fed[name])
+        self.space.feed(name, buffer)
 
     def enqueue(self, step: int, *, fresh: bool) -> None:
         """Give a step's work to the stream; `fresh` where the state may be another than in the step before."""
@@ -334,34 +306,26 @@ class DitBound:
         denoise_step(self, self._engine.shape, step)
 
     def begin(self, source: str, *, rows: int | None = None) -> None:
-        s = self._engine.shape
+        s, b = self._engine.shape, self.space.buffers
         alone = rows is not None
         self._engine.kernels.begin(
-            x=self._buffers[source], out=self._buffers["given"], stats=self._sums, first=0 if alone else 1, padded=self._given,
-            rows=s.rows if rows is None else rows, width=s.state if alone else s.action, slots=self._slots,
+            x=b[source], out=b["given"], stats=self.space.sums, first=0 if alone else 1, padded=self._given, slots=self.space.slots,
+            rows=s.rows if rows is None else rows, width=s.state if alone else s.action,
         )  # fmt: skip
 
     def product(
         self, name: str, step: int, source: str, *, narrow: str | None = None, wide: str | None = None, base: str | None = None,
         stats: int | None = None, told: int | None = None, rows: int | None = None,
     ) -> None:  # fmt: skip
-        s, b = self._engine.shape, self._buffers
-        values: dict[str, Any] = {"rows_in": b[source], "first": 1 if rows is None else 0, "eps": eps_of(name)}
-        for field in ("weight", "bias", "lost", "late", "scale"):
-            if (vector := self._engine.vectors.get(f"{name}.{field}")) is not None:
-                values[field] = vector[step] if isinstance(vector, list) else vector
-        for field, buffer in (("narrow", narrow), ("wide", wide), ("base", base)):
-            if buffer is not None:
-                values[field] = b[buffer]
-        for field, slot in (("stats", stats), ("told", told)):
-            if slot is not None:
-                values[field] = self._sums.part(slot * self._sums.shape[1], self._sums.shape[1:])
-        if narrow == "asked" or wide == "velocity":
-            values["out_width"] = 3 * s.width if narrow == "asked" else s.action
-        self._engine.kernels.product(self._engine.plan[name], rows=rows, **values)
+        s, engine = self._engine.shape, self._engine
+        self.space.product(
+            name, [engine.fixed, engine.steps[step]], source, eps=eps_of(name), narrow=narrow, wide=wide, base=base, stats=stats, told=told,
+            rows=rows, first=1 if rows is None else 0,
+            out_width=3 * s.width if narrow == "asked" else s.action if wide == "velocity" else None,
+        )  # fmt: skip
 
     def attention(self, block: int) -> None:
-        s, b = self._engine.shape, self._buffers
+        s, b = self._engine.shape, self.space.buffers
         asked = b["asked"]
         if s.crosses(block):
             values = {
@@ -380,17 +344,7 @@ class DitBound:
 
     def close(self) -> None:
         """Give the buffers back."""
-        self._card.free(*self._kept)
-
-
-def runs_on(card: Card) -> bool:
-    """Whether the kernels are written for this card."""
-    return card.sm == CARD
-
-
-def _padded(numbers: Vector) -> Vector:
-    """A vector, zeros up to a multiple of 64."""
-    return np.concatenate([numbers, np.zeros(-numbers.size % 64, numbers.dtype)]) if numbers.ndim == 1 else numbers
+        self.space.close()
 
 
 def _float(tensor: Stored) -> Array:

@@ -20,7 +20,7 @@ from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
 
-from ..components import position_ids
+from ..components import KERNELS, check_kernels, position_ids
 from . import dit, network
 from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, geometry_from, not_needed, read_architecture, read_geometry
 from .contract import FRAMES, MERGE, PATCH, TOKENIZER_FILES, Contract, from_checkpoint, parse
@@ -96,7 +96,7 @@ def recipe(
 
     options = {
         "dtype": dtype, "batch": batch, "steps": sorted(set(steps)), "max_text": max_text, "embodiment_id": slot,
-        "views": len(contract.cameras), "grid": [rows, columns], "geometry": asdict(a.geometry), **({"kernels": True} if kernels else {}),
+        "views": len(contract.cameras), "grid": [rows, columns], "geometry": asdict(a.geometry), **({KERNELS: True} if kernels else {}),
     }  # fmt: skip
     sizes = _sizes(contract, tokens, batch, rows * columns, max_text)
     with staged(out, Identity("gr00t", "direct" if direct else "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
@@ -184,10 +184,7 @@ def _selftest(
 
 def _kernels_form(a: Architecture, w: Weights, dtype: str, batch: int) -> dit.Shape:
     """The network as the kernels know it. Raises BadRequest for one that they do not take."""
-    if dtype == "fp32":
-        raise BadRequest("--kernels run in half precision: choose --dtype fp16 or bf16")
-    if batch != 1:
-        raise BadRequest(f"--kernels answer one robot at a time, not --batch {batch}; leave one of the two out")
+    check_kernels(dtype, batch)
     form = dit.Shape.of(a, w)
     dit.check_shape(form)
     return form

@@ -14,17 +14,15 @@ from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, to_host
 from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
-from ..components import Buffer, Components, most, position_ids
+from ..components import Buffer, Components, Loop, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
 from .contract import MERGE
 from .processor import Layout, prompt_rotary, vision_tables
 
 if TYPE_CHECKING:
     from .device import Gr00tOnDevice
-    from .dit import DitEngine
 
 COMPONENTS = ("visual", "vl_backbone", "action")
-LOOPS = ("auto", "kernels", "engine")
 DEEPSTACK = 3  # features of earlier vision blocks, added to the outputs of the first text layers
 
 
@@ -61,8 +59,7 @@ class Gr00tRuntime:
         Raises BadRequest for a number of steps without a table and for kernels that cannot run, ContractMismatch for engines that do not
         fit together.
         """
-        if loop not in LOOPS:
-            raise BadRequest(f"unknown loop {loop!r}; known: {', '.join(LOOPS)}")
+
         exported = [int(n) for n in bundle.options["steps"]]
         self.steps = exported[0] if steps is None else steps
         if self.steps not in exported:
@@ -77,8 +74,7 @@ class Gr00tRuntime:
         self._modulation = action.tensors(f"adanorm_modulation.{self.steps}.safetensors")["adanorm_modulation"]
         self._time_bias = action.tensors(f"action_time_bias.{self.steps}.safetensors")["action_time_bias"]
         (self._embedding,) = bundle.component("vl_backbone").tensors("embed_tokens.safetensors").values()
-        self._loop = loop
-        self._call = Components(bundle, COMPONENTS, backend, engines, {"action": self._own_action} if loop != "engine" else None)
+        self._call = Components(bundle, COMPONENTS, backend, engines, Loop(loop, "action", self.batch, self._kernels))
         self.about = self._call.about
         embeds = self._call.spec("vl_backbone", "inputs_embeds")
         self.hidden = most(embeds.shape[2])
@@ -93,20 +89,10 @@ class Gr00tRuntime:
             self._device = Gr00tOnDevice(plans, self.layout, self.batch, self._embedding, self._modulation, self._time_bias)
         self._buffers = [Buffer(self.hidden, embeds.dtype) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
 
-    def _own_action(self, component: Component, card: Card) -> DitEngine | None:
-        """The denoise step in kernels of our own, where they were exported and can run."""
-        from .dit import PACKED, DitEngine, runs_on
+    def _kernels(self, component: Component, card: Card) -> Engine:
+        from .dit import DitEngine
 
-        problems = [
-            (f"{PACKED}.safetensors" not in component.config["artifacts"], "the bundle was exported without --kernels"),
-            (self.batch != 1, f"they answer one robot at a time, and the bundle's batch is {self.batch}"),
-            (not runs_on(card), f"they are written for an H100 or H200, not for {card.name}"),
-        ]
-        if not (why := [what for wrong, what in problems if wrong]):
-            return DitEngine(component, card, self._modulation, self._time_bias)
-        if self._loop == "kernels":
-            raise BadRequest(f"{component.folder.parent}: loop=kernels cannot run: {why[0]}; take --option loop=engine")
-        return None
+        return DitEngine(component, card, self._modulation, self._time_bias)
 
     def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:
         """A chunk for each row. Rows of one length share a batch, short batches are filled with copies.

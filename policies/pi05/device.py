@@ -15,6 +15,7 @@ from vla_eval.types import Vector
 
 from ..components import most
 from ..on_card import Kept
+from .expert import ExpertBound, ExpertEngine
 
 if TYPE_CHECKING:
     from .runtime import Inputs
@@ -36,6 +37,7 @@ class Tables:
     embedding: Buffer  # [N, hidden]
     time_input: str
     times: Sequence[Buffer]  # one a step
+    prepared: Sequence[dict[str, Buffer]]  # the same for kernels of our own, where they run
 
 
 class Pi05OnDevice:
@@ -48,7 +50,9 @@ class Pi05OnDevice:
         self.card: Card = engines["visual"].card
         self._engines, self._batch, self._per_view, self._places = engines, batch, per_view, places
         name, steps = time
-        self._tables = Tables(self.card.load(embedding), name, [self.card.load(step) for step in steps])
+        action: object = engines["action"]  # or kernels of our own, which answer as it does
+        prepared = action.prepare(steps) if isinstance(action, ExpertEngine) else list[dict[str, Buffer]]()
+        self._tables = Tables(self.card.load(embedding), name, [self.card.load(step) for step in steps], prepared)
         self.requests = Requests(self.card, self._make)
 
     def __call__(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], dict[str, float], Pi05Body]:
@@ -119,9 +123,12 @@ class Pi05Body:
 
     def _denoise(self) -> None:
         steps = len(self._tables.times)
-        for time in self._tables.times:
-            self.action.set(self._tables.time_input, time)
-            self.action.enqueue()
+        for step, time in enumerate(self._tables.times):
+            if isinstance(self.action, ExpertBound):
+                self.action.enqueue(self._tables.prepared[step])
+            else:
+                self.action.set(self._tables.time_input, time)
+                self.action.enqueue()
             self._card.euler(self._x, self.action.outputs["action_pred"], -1.0 / steps)  # from noise at 1 to data at 0
 
     def _download(self) -> None:

@@ -20,8 +20,8 @@ from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
 from vla_eval.types import BadRequest, Vector
 
-from ..components import position_ids
-from . import network
+from ..components import KERNELS, check_kernels, position_ids
+from . import expert, network
 from .configuration import (
     DEAD_HEAD,
     EMBEDDING,
@@ -76,6 +76,7 @@ def recipe(
     suites: Sequence[str] = (),
     geometry: Path | None = None,
     tokenizer: Path | None = None,
+    kernels: bool = False,
     direct: bool = False,
 ) -> Bundle:
     """Export a pi0.5 checkpoint: ONNX graphs, the token table and the policy's contract, all checked before a byte is written.
@@ -94,6 +95,7 @@ def recipe(
         suites: What the checkpoint was trained for; it is found for these suites and refused for others. [default: the configuration's]
         geometry: A JSON file that declares other tower sizes than the released ones.
         tokenizer: PaliGemma's SentencePiece model. [default: paligemma_tokenizer.model or tokenizer.model beside the weights]
+        kernels: Also the denoise step's weights for kernels of our own, which a request for one robot then runs on an H100 or H200.
         direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
     """
     checkpoint, out = Path(checkpoint), Path(out)
@@ -115,6 +117,7 @@ def recipe(
     tokens = Tokens(_tokenizer(checkpoint, tokenizer, out))
     if tokens.size > g.table_rows:
         raise BadRequest(f"{tokens.file} has {tokens.size} pieces, the token table {g.table_rows} rows; it is another model's tokenizer")
+    form = _kernels_form(g, configuration.horizon, width, dtype, batch, hoisted=not no_hoist_cond) if kernels else None
     table = token_table(stored, HEAD, EMBEDDING)
     stored.check_numbers(FLOAT16_LIMIT if dtype == "fp16" else math.inf)
     if DEAD_HEAD in stored.tensors:
@@ -123,6 +126,7 @@ def recipe(
     options = {
         "dtype": dtype, "batch": batch, "max_steps": max_steps, "max_text": max_text, "hoisted_adarms_cond": not no_hoist_cond,
         "policy_config": configuration.name, "action_dim": width, "action_horizon": configuration.horizon, "geometry": plain(g),
+        **({KERNELS: True} if kernels else {}),
     }  # fmt: skip
     policy = policy_json(configuration, width=width, image=g.vision.image, tokenizer=tokens.about(), max_text=max_text, suites=suites)
     sizes = _sizes(configuration, g, options)
@@ -136,6 +140,10 @@ def recipe(
                 write_tensors(stage.file(component, "embed_tokens.safetensors"), {"embed_tokens": entry})
             if component == "action":
                 extra = {"hoisted_adarms_cond": sizes.hoisted, "action_horizon": sizes.horizon, "num_adarms_sites": g.sites}
+                if form is not None:
+                    extra["expert"] = asdict(form)
+                    entries = dict(expert.stored(form, stored.weights, NUMPY[PRECISIONS[dtype]]))
+                    write_tensors(stage.file(component, f"{expert.PACKED}.safetensors"), entries)
             if component == "cond":
                 extra = {"max_denoise_steps": max_steps, "num_adarms_sites": g.sites, "modulation_dim": 3 * g.expert.width}
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
@@ -239,6 +247,16 @@ def _tokenizer(checkpoint: Path, given: Path | None, out: Path) -> Path:
         f"{checkpoint} has no {' or '.join(TOKENIZER_NAMES)}, at its root or in text_tokenizer/; "
         "name PaliGemma's SentencePiece model with --tokenizer FILE"
     )
+
+
+def _kernels_form(g: Geometry, horizon: int, width: int, dtype: str, batch: int, *, hoisted: bool) -> expert.Shape:
+    """The network as the kernels know it. Raises BadRequest for one that they do not take."""
+    check_kernels(dtype, batch)
+    if not hoisted:
+        raise BadRequest("--kernels want the time's part hoisted out of the action: leave --no-hoist-cond out")
+    form = expert.Shape.of(g, horizon, width)
+    expert.check_shape(form)
+    return form
 
 
 def _check_options(dtype: str, batch: int, max_steps: int, max_text: int, chosen: Sequence[str], wanted: Sequence[str]) -> None:

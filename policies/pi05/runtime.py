@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vla_eval.engines.bundle import Bundle
+from vla_eval.engines.bundle import Bundle, Component
+from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, to_host
 from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
-from ..components import Buffer, Components, most, position_ids
+from ..components import Buffer, Components, Loop, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
 from .configuration import VIEWS, geometry_from
 from .processor import rotary, schedule
@@ -47,11 +48,15 @@ class Pi05Runtime:
     """The engines of a bundle and the loop around them. Knows no camera, no robot and no embodiment; not thread-safe."""
 
     def __init__(
-        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, engines: Mapping[str, Engine] | None = None
-    ) -> None:
+        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, loop: str = "auto",
+        engines: Mapping[str, Engine] | None = None,
+    ) -> None:  # fmt: skip
         """`steps` of the flow, by default 10; `engines` replaces loading them.
 
-        Raises BadRequest for more steps than the bundle takes, ContractMismatch for engines that do not fit together.
+        `loop` is what runs the denoise steps on a GPU: "kernels" of our own, TensorRT's "engine", or "auto": kernels where they can.
+
+        Raises BadRequest for more steps than the bundle takes and for kernels that cannot run, ContractMismatch for engines that do not
+        fit together.
         """
         self.geometry = geometry_from(bundle.options["geometry"])
         self.batch = int(bundle.options["batch"])
@@ -64,7 +69,7 @@ class Pi05Runtime:
                 f"export it with --max-steps {max(self.steps, 1)} to take more"
             )
         names = (*COMPONENTS, "cond") if self.hoisted else COMPONENTS
-        self._call = Components(bundle, names, backend, engines)
+        self._call = Components(bundle, names, backend, engines, Loop(loop, "action", self.batch, self._kernels))
         self.about = self._call.about
         (self._embedding,) = bundle.component("prefix").tensors("embed_tokens.safetensors").values()
         embeds = self._call.spec("prefix", "inputs_embeds")
@@ -89,6 +94,11 @@ class Pi05Runtime:
             for place, i in enumerate(batch.rows[: batch.real]):
                 answers[i] = Answer(chunks[place], seconds)
         return [answers[i] for i in range(len(rows))]
+
+    def _kernels(self, component: Component, card: Card) -> Engine:
+        from .expert import ExpertEngine
+
+        return ExpertEngine(component, card)
 
     def _on_device(self) -> Pi05OnDevice | None:
         """Where TensorRT runs every component, a request stays on the card from the pictures to the chunk."""

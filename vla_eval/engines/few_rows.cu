@@ -33,6 +33,11 @@ DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.a
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
 DEVICE u32 in_block(u32 address, u32 rank) { u32 r; asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank)); return r; }
+DEVICE float load_one_from_cluster(u32 address) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
 DEVICE float4 load_from_cluster(u32 address) {
     float4 v;
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
@@ -518,4 +523,223 @@ DEVICE void attend(const Attention& p) {
                 *(u32*)(p.out + ((size_t)(head * (D / 8) + d) * R + row[h]) * 8 + t * 2) = rounded(seen[d][2 * h] * inverse, seen[d][2 * h + 1] * inverse);
         }
     }
+}
+
+struct Project {
+    const float* x;       // [rows, K]
+    const float* weight;  // [K, N]
+    const float* bias;    // [N]
+    const float* scale;   // [N]: 1 + scale of the next norm
+    float* wide;          // [N / 8, R, 8]
+    u16* narrow;          // [N / 8, R, 8], scaled
+    u64* told;            // [COPIES, R, 2]
+    int rows, inputs, outputs;
+};
+
+// A product in float32 throughout, for a few inputs: four outputs of a row a thread.
+template <int R8>
+DEVICE void project_in(const Project& p) {
+    constexpr int R = 8 * R8;
+    let_successor_start();
+    wait_for_predecessor();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.outputs / 4 * R; i += gridDim.x * blockDim.x) {
+        const int row = i % R, n = i / R * 4;
+        if (row >= p.rows) continue;
+        float4 y = *(const float4*)(p.bias + n);
+        for (int k = 0; k < p.inputs; k++) {
+            const float a = p.x[row * p.inputs + k];
+            const float4 w = *(const float4*)(p.weight + (size_t)k * p.outputs + n);
+            y.x = fmaf(a, w.x, y.x), y.y = fmaf(a, w.y, y.y), y.z = fmaf(a, w.z, y.z), y.w = fmaf(a, w.w, y.w);
+        }
+        // what the engine keeps in half precision is rounded here too, once
+        y.x = widen(rounded(y.x)), y.y = widen(rounded(y.y)), y.z = widen(rounded(y.z)), y.w = widen(rounded(y.w));
+        const size_t at = ((size_t)(n / 8) * R + row) * 8 + n % 8;
+        *(float4*)(p.wide + at) = y;
+        const float4 s = *(const float4*)(p.scale + n);
+        *(uint2*)(p.narrow + at) = make_uint2(rounded(y.x * s.x, y.y * s.y), rounded(y.z * s.z, y.w * s.w));
+        u64* to = p.told + ((blockIdx.x % COPIES) * R + row) * 2;
+        const u64 squares = (u64)__float2ll_rn((y.x * y.x + y.y * y.y + (y.z * y.z + y.w * y.w)) * (float)SQUARE_UNIT);
+        asm volatile("red.global.add.u64 [%0], %1;" :: "l"(to + 1), "l"(squares) : "memory");
+    }
+}
+
+struct Finish {
+    const float* wide;    // [K / 8, R, 8]
+    const float* scale;   // [K]: 1 + scale of the last norm
+    const float* shift;   // [K]
+    const float* weight;  // [N, K]
+    const float* bias;    // [N]
+    float* out;           // [rows, N]
+    int rows, inputs, outputs;
+    float eps;
+};
+
+// The last norm and a product in float32: one output of a row a warp.
+template <int R8>
+DEVICE void project_out(const Finish& p) {
+    constexpr int R = 8 * R8;
+    const int lane = threadIdx.x & 31, at = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
+    let_successor_start();
+    wait_for_predecessor();
+    if (at >= p.rows * p.outputs) return;
+    const int row = at / p.outputs, n = at % p.outputs;
+    float squares = 0, scaled = 0, shifted = 0;
+    for (int k = lane; k < p.inputs; k += 32) {
+        const float x = p.wide[((size_t)(k / 8) * R + row) * 8 + k % 8], w = p.weight[(size_t)n * p.inputs + k];
+        squares = fmaf(x, x, squares), scaled = fmaf(x * p.scale[k], w, scaled), shifted = fmaf(p.shift[k], w, shifted);
+    }
+    #pragma unroll
+    for (int d = 16; d; d /= 2) {
+        squares += __shfl_xor_sync(~0u, squares, d);
+        scaled += __shfl_xor_sync(~0u, scaled, d);
+        shifted += __shfl_xor_sync(~0u, shifted, d);
+    }
+    if (lane == 0) p.out[at] = scaled * rsqrtf(squares / p.inputs + p.eps) + shifted + p.bias[n];
+}
+
+struct Shared {
+    const u16* own;       // [rows, (heads + 2) * D]: queries of all heads, keys, values, before rotary
+    const u16 *k, *v;     // [keys, D] of the prefix, after rotary; they stood before the predecessor began
+    const float* rotary;  // [rows, D]: cosines, then sines, of half a head's width
+    u16* out;             // [heads * D / 8, R, 8]
+    int rows, keys, heads;
+    float scale;          // of the scores, times log2(e)
+};
+
+// Rotary by halves of eight numbers and of those half a head further on.
+template <int D>
+DEVICE void rotate_eight(const u16* from, const float* table, u16* to) {
+    const uint4 x = *(const uint4*)from, y = *(const uint4*)(from + D / 2);
+    const u32 a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
+    u32 first[4], second[4];
+    #pragma unroll
+    for (int e = 0; e < 4; e++) {
+        const float2 c = *(const float2*)(table + 2 * e), s = *(const float2*)(table + D / 2 + 2 * e);
+        first[e] = rounded(low(a[e]) * c.x - low(b[e]) * s.x, high(a[e]) * c.y - high(b[e]) * s.y);
+        second[e] = rounded(low(b[e]) * c.x + low(a[e]) * s.x, high(b[e]) * c.y + high(a[e]) * s.y);
+    }
+    *(uint4*)to = make_uint4(first[0], first[1], first[2], first[3]);
+    *(uint4*)(to + D / 2) = make_uint4(second[0], second[1], second[2], second[3]);
+}
+
+// Up to 16 rows of one head over a slice of the keys that all heads share; a cluster of eight blocks covers all keys.
+template <int D>
+DEVICE void attend_shared(const Shared& p) {
+    constexpr int R = 16, C = 8, DS = D + 8, WORDS = D / 8, WARPS = 4, DIMS = D / WARPS, PART = D / C;
+    extern __shared__ __align__(128) u8 memory[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
+    const u32 rank = cluster_rank(), head = blockIdx.x / C;
+    const int all = p.keys + p.rows, share = ((all + C - 1) / C + 15) / 16 * 16, first = rank * share;
+    const int count = all - first < 0 ? 0 : all - first < share ? all - first : share, padded = (count + 15) / 16 * 16;
+    u16 *k = (u16*)memory, *v = k + share * DS, *q = v + share * DS, *weights = q + R * DS;
+    float *scores = (float*)(weights + R * (share + 8)), *seen = scores + R * (share + 4), *top = seen + R * (D + 4), *total = top + R;
+    const int ws = share + 8, ss = share + 4, os = D + 4, width = (p.heads + 2) * D;
+    let_successor_start();
+    for (int i = thread; i < padded * WORDS; i += 32 * WARPS) {
+        const int key = i / WORDS, d = i % WORDS * 8, at = first + key;
+        const bool there = at < p.keys;
+        *(uint4*)(k + key * DS + d) = there ? *(const uint4*)(p.k + (size_t)at * D + d) : make_uint4(0, 0, 0, 0);
+        *(uint4*)(v + key * DS + d) = there ? *(const uint4*)(p.v + (size_t)at * D + d) : make_uint4(0, 0, 0, 0);
+    }
+    for (int i = thread; i < (R - p.rows) * WORDS; i += 32 * WARPS)
+        *(uint4*)(q + (p.rows + i / WORDS) * DS + i % WORDS * 8) = make_uint4(0, 0, 0, 0);
+    wait_for_predecessor();
+    __syncthreads();
+    for (int i = thread; i < p.rows * WORDS / 2; i += 32 * WARPS) {
+        const int row = i / (WORDS / 2), d = i % (WORDS / 2) * 8, key = p.keys + row - first;
+        const u16* own = p.own + (size_t)row * width;
+        rotate_eight<D>(own + head * D + d, p.rotary + row * D + d, q + row * DS + d);
+        if (0 <= key && key < count) {
+            rotate_eight<D>(own + p.heads * D + d, p.rotary + row * D + d, k + key * DS + d);
+            *(uint4*)(v + key * DS + d) = *(const uint4*)(own + (p.heads + 1) * D + d);
+            *(uint4*)(v + key * DS + D / 2 + d) = *(const uint4*)(own + (p.heads + 1) * D + D / 2 + d);
+        }
+    }
+    __syncthreads();
+    const u32 row_corner = ((lane & 7) + ((lane >> 3) & 1) * 8) * 2, column = (lane >> 4) * 16;  // of a left operand
+    for (int n = warp * 16; n < padded; n += WARPS * 16) {
+        float score[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+            u32 a[4], b[4];
+            load_matrices(a, shared_address(q) + row_corner * DS + column + d * 32);
+            load_matrices(b, shared_address(k) + (n + (lane & 7) + (lane >> 4) * 8) * DS * 2 + ((lane >> 3) & 1) * 16 + d * 32);
+            multiply(score[0], a, b[0], b[1]);
+            multiply(score[1], a, b[2], b[3]);
+        }
+        #pragma unroll
+        for (int h = 0; h < 2; h++)
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int key = n + h * 8 + t * 2 + (e & 1);
+                scores[(g + (e >> 1) * 8) * ss + key] = key < count ? score[h][e] * p.scale : __int_as_float(0xff800000);
+            }
+    }
+    __syncthreads();
+    for (int row = warp; row < R; row += WARPS) {
+        float best = -1e30f, sum = 0;
+        for (int key = lane; key < padded; key += 32) best = fmaxf(best, scores[row * ss + key]);
+        #pragma unroll
+        for (int d = 16; d; d /= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, d));
+        for (int key = lane; key < padded; key += 32) {
+            const float weight = power_of_two(scores[row * ss + key] - best);
+            sum += weight;
+            weights[row * ws + key] = rounded(weight);
+        }
+        #pragma unroll
+        for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+        if (lane == 0) top[row] = best, total[row] = sum;
+    }
+    __syncthreads();
+    float sum[DIMS / 8][4];
+    #pragma unroll
+    for (int d = 0; d < DIMS / 8; d++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) sum[d][e] = 0;
+    for (int key = 0; key < padded; key += 16) {
+        u32 a[4];
+        load_matrices(a, shared_address(weights) + row_corner * ws + column + key * 2);
+        #pragma unroll
+        for (int d = 0; d < DIMS / 16; d++) {
+            u32 b[4];
+            load_matrices_turned(b, shared_address(v) + (key + (lane & 7) + ((lane >> 3) & 1) * 8) * DS * 2 + (warp * DIMS + d * 16) * 2 + (lane >> 4) * 16);
+            multiply(sum[2 * d], a, b[0], b[1]);
+            multiply(sum[2 * d + 1], a, b[2], b[3]);
+        }
+    }
+    #pragma unroll
+    for (int d = 0; d < DIMS / 8; d++) {
+        float* at = seen + g * os + warp * DIMS + d * 8 + t * 2;
+        *(float2*)at = make_float2(sum[d][0], sum[d][1]);
+        *(float2*)(at + 8 * os) = make_float2(sum[d][2], sum[d][3]);
+    }
+    arrive_at_cluster();
+    wait_for_cluster();
+    for (int i = thread; i < R * PART / 4; i += 32 * WARPS) {
+        const int row = i % R, d = rank * PART + i / R * 4;
+        if (row >= p.rows) continue;
+        float tops[C], totals[C], best = -1e30f, sum = 0, y[4] = {0, 0, 0, 0};
+        float4 parts[C];
+        #pragma unroll
+        for (int c = 0; c < C; c++) {
+            tops[c] = load_one_from_cluster(in_block(shared_address(top + row), c));
+            totals[c] = load_one_from_cluster(in_block(shared_address(total + row), c));
+            parts[c] = load_from_cluster(in_block(shared_address(seen + row * os + d), c));
+        }
+        #pragma unroll
+        for (int c = 0; c < C; c++) best = fmaxf(best, tops[c]);
+        #pragma unroll
+        for (int c = 0; c < C; c++) {
+            const float factor = power_of_two(tops[c] - best);
+            sum = fmaf(factor, totals[c], sum);
+            y[0] = fmaf(factor, parts[c].x, y[0]), y[1] = fmaf(factor, parts[c].y, y[1]);
+            y[2] = fmaf(factor, parts[c].z, y[2]), y[3] = fmaf(factor, parts[c].w, y[3]);
+        }
+        const float inverse = 1.0f / sum;
+        const int n = head * D + d;
+        *(uint2*)(p.out + ((size_t)(n / 8) * R + row) * 8 + n % 8) = make_uint2(rounded(y[0] * inverse, y[1] * inverse), rounded(y[2] * inverse, y[3] * inverse));
+    }
+    __syncwarp();
+    arrive_at_cluster();
+    wait_for_cluster();
 }

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from ..types import Vector
 from .card import Buffer, Card
-from .graph import NUMPY
 from .kernels import compiled
 
 Array = NDArray[np.float32]
@@ -136,6 +135,18 @@ class _Attention(_Fields):
     _fields_ = _fields("q k v mask out", "q_stride kv_stride rows keys constant", "scale")
 
 
+class _Shared(_Fields):
+    _fields_ = _fields("own k v rotary out", "rows keys heads", "scale")
+
+
+class _Project(_Fields):
+    _fields_ = _fields("x weight bias scale wide narrow told", "rows inputs outputs")
+
+
+class _Finish(_Fields):
+    _fields_ = _fields("wide scale shift weight bias out", "rows inputs outputs", "eps")
+
+
 class _Begin(_Fields):
     _fields_ = _fields("x out stats", "rows first width padded slots")
 
@@ -145,44 +156,72 @@ class FewRows:
 
     def __init__(self, card: Card, products: Sequence[Product], rows: int, *, dtype: str, head_width: int) -> None:
         """`rows` are padded to 16 or 48. Raises ValueError for a product that the kernels do not take, VlaEvalError where they fail."""
-        self.card, self.rows = card, rows
-        self.padded = next(n for n in (16, 48) if rows <= n)
+        self.card, self.rows, self._head_width = card, rows, head_width
+        self.padded = padded(rows)
         self.tiles = {product: tile_for(product, self.padded) for product in dict.fromkeys(products)}
         self._names = {product: f"product_{i}" for i, product in enumerate(self.tiles)}
         source = _SOURCE.read_text(encoding="utf-8") + entries(self._names, self.tiles, head_width, self.padded)
         code = compiled(source, f"{CARD}a", f'-DKIND="{KINDS[dtype]}"', "-default-device")
-        self._head_width = head_width
-        names = [*self._names.values(), "attention", "begin_step"]
-        self._kernels = card.kernels(code, names)
+        self._kernels = card.kernels(code, [*self._names.values(), *_others(head_width, self.padded)])
         for product, name in self._names.items():
             card.allow_shared(self._kernels[name], self.tiles[product].shared)
-        card.allow_shared(self._kernels["attention"], _SHARED)
+        card.allow_shared(self._kernels["attention" if self.padded == 48 else "attention_shared"], _SHARED)
 
-    def product(self, product: Product, *, after: bool = True, rows: int | None = None, **values: Buffer | int | float | None) -> None:
-        """Multiply. Values are the fields of `Product` in few_rows.cu; with `after` it starts while its predecessor ends."""
-        tile, fields = self.tiles[product], _Product(rows=self.rows if rows is None else rows)
-        fields.fill(values)
-        self.card.launch_kernel(
-            self._kernels[self._names[product]], fields, tile.blocks, tile.threads, cluster=tile.cluster, shared=tile.shared, early=after
-        )
+    def product(self, product: Product, *, rows: int | None = None, **values: Buffer | int | float | None) -> None:
+        """Multiply. Values are the fields of `Product` in few_rows.cu."""
+        tile = self.tiles[product]
+        fields = _Product(rows=self.rows if rows is None else rows)
+        self._launch(self._names[product], fields, values, tile.blocks, tile.threads, cluster=tile.cluster, shared=tile.shared)
 
     def attention(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
-        """Every row over the keys of its head: softmax(q k^T · head_width^-0.5) v."""
-        fields = _Attention(rows=self.rows, keys=keys, scale=self._head_width**-0.5 * math.log2(math.e))
-        fields.fill(values)
+        """Every row over the keys of its head: softmax(q k^T · head_width^-0.5) v. Values are the fields of `Attention`."""
         room = -(-keys // 32) * 32
         shared = room * (self._head_width + 8) * 2 * 2 + (room + 1) * 4
-        self.card.launch_kernel(self._kernels["attention"], fields, heads, 2 * self.padded, shared=shared, early=True)
+        self._launch("attention", _Attention(rows=self.rows, keys=keys, scale=self._scale), values, heads, 2 * self.padded, shared=shared)
+
+    def attention_shared(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
+        """As `attention`, where all heads share their keys and the rows' own come behind them. Values are the fields of `Shared`."""
+        share, d, rows = math.ceil(math.ceil((keys + self.rows) / 8) / 16) * 16, self._head_width, self.padded
+        halves = 2 * share * (d + 8) + rows * (d + 8) + rows * (share + 8)
+        shared = 2 * halves + 4 * (rows * (share + 4) + rows * (d + 4) + 2 * rows)
+        fields = _Shared(rows=self.rows, keys=keys, heads=heads, scale=self._scale)
+        self._launch("attention_shared", fields, values, heads * 8, 128, cluster=8, shared=shared)
 
     def begin(self, **values: Buffer | int | float | None) -> None:
         """Rows for the first product, and norms' sums that are zero."""
-        fields = _Begin(rows=self.rows)
-        fields.fill(values)
-        self.card.launch_kernel(self._kernels["begin_step"], fields, 16, 256)
+        self._launch("begin_step", _Begin(rows=self.rows), values, 16, 256, early=False)
+
+    def project_in(self, inputs: int, outputs: int, **values: Buffer | int | float | None) -> None:
+        """A product of a few inputs, in float32. Values are the fields of `Project`."""
+        blocks = -(-outputs // 4 * self.padded // 256)
+        self._launch("project_in_step", _Project(rows=self.rows, inputs=inputs, outputs=outputs), values, blocks, 256)
+
+    def project_out(self, inputs: int, outputs: int, **values: Buffer | int | float | None) -> None:
+        """The last norm and a product of a few outputs, in float32. Values are the fields of `Finish`."""
+        blocks = -(-self.rows * outputs // 8)
+        self._launch("project_out_step", _Finish(rows=self.rows, inputs=inputs, outputs=outputs), values, blocks, 256)
 
     def most_keys(self) -> int:
         """The keys of a head that fit a block's shared memory."""
         return (_SHARED - 4) // ((self._head_width + 8) * 4 + 4) // 32 * 32
+
+    @property
+    def _scale(self) -> float:
+        return float(self._head_width**-0.5 * math.log2(math.e))
+
+    def _launch(
+        self, name: str, fields: _Fields, values: Mapping[str, Buffer | int | float | None], blocks: int, threads: int, *, cluster: int = 1,
+        shared: int = 0, early: bool = True,
+    ) -> None:  # fmt: skip
+        fields.fill(values)
+        self.card.launch_kernel(self._kernels[name], fields, blocks, threads, cluster=cluster, shared=shared, early=early)
+
+
+def padded(rows: int) -> int:
+    """R: what the kernels are compiled for. Raises ValueError for more rows than they take."""
+    if rows > 48:
+        raise ValueError(f"{rows} rows are more than 48")
+    return 16 if rows <= 16 else 48
 
 
 def entries(names: Mapping[Product, str], tiles: Mapping[Product, Tile], head_width: int, rows: int) -> str:
@@ -193,13 +232,22 @@ def entries(names: Mapping[Product, str], tiles: Mapping[Product, Tile], head_wi
         f"{names[product]}(const __grid_constant__ Product p) {{ product<{tile.arguments}>(p); }}\n"
         for product, tile in tiles.items()
     ]
-    return "\n" + "".join([
-        *text,
-        f'extern "C" __global__ void __launch_bounds__({2 * rows}) '
-        f"attention(const __grid_constant__ Attention p) {{ attend<{head_width}, {rows}>(p); }}\n",
-        'extern "C" __global__ void __launch_bounds__(256) '
-        f"begin_step(const __grid_constant__ Begin p) {{ begin<{rows // 8}>(p); }}\n",
-    ])  # fmt: skip
+    text += [
+        f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ {fields} p) {{ {call}(p); }}\n'
+        for name, (fields, call, threads) in _others(head_width, rows).items()
+    ]
+    return "\n" + "".join(text)
+
+
+def _others(head_width: int, rows: int) -> dict[str, tuple[str, str, int]]:
+    """Kernels beside the products: fields, function and threads by name."""
+    found = {"begin_step": ("Begin", f"begin<{rows // 8}>", 256)}
+    if rows == 48:
+        return {**found, "attention": ("Attention", f"attend<{head_width}, {rows}>", 2 * rows)}
+    return {
+        **found, "attention_shared": ("Shared", f"attend_shared<{head_width}>", 128),
+        "project_in_step": ("Project", f"project_in<{rows // 8}>", 256), "project_out_step": ("Finish", f"project_out<{rows // 8}>", 256),
+    }  # fmt: skip
 
 
 def _shared(rows: int, inputs: int, cluster: int, groups: int, steps: int, stages: int, out: Out) -> int:
@@ -255,12 +303,6 @@ def attention(q: Array, k: Array, v: Array, heads: int, mask: NDArray[np.bool_] 
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     seen: Array = (weights / weights.sum(-1, keepdims=True)) @ split[2]
     return np.ascontiguousarray(seen.transpose(1, 0, 2)).reshape(len(q), -1)
-
-
-def as_kept(x: Array, dtype: str) -> Array:
-    """float32 numbers as they are after a round through the kernels' half precision."""
-    kept: Array = x.astype(NUMPY[dtype]).astype(np.float32)  # type: ignore[index]
-    return kept
 
 
 def _gelu_tanh(x: Array) -> Array:

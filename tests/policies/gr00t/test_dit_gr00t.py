@@ -12,11 +12,13 @@ import pytest
 from numpy.typing import NDArray
 
 from vla_eval.engines import few_rows
+from vla_eval.engines.bundle import open_bundle
 from vla_eval.engines.few_rows import Product, pack, rows_on_card, tile_for
 from vla_eval.engines.weights import Checkpoint, open_checkpoint
-from vla_eval.policies.gr00t import dit, tables
+from vla_eval.policies.gr00t import dit, synthetic, tables
 from vla_eval.policies.gr00t.configuration import PREFIXES, Architecture, read_architecture, read_geometry
 from vla_eval.policies.gr00t.recipe import recipe
+from vla_eval.policies.gr00t.runtime import Gr00tRuntime, Inputs
 from vla_eval.policies.gr00t.synthetic import FULL
 from vla_eval.types import BadRequest
 
@@ -199,3 +201,56 @@ def test_the_released_network_is_taken() -> None:
     assert dit.Shape(**asdict(s)) == s
     with pytest.raises(BadRequest, match="48 rows"):
         dit.check_shape(replace(s, horizon=50))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A small bundle whose loop is wide enough for the kernels."""
+    home = tmp_path_factory.mktemp("wide")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synthetic, "TINY", replace(synthetic.TINY, hidden=128, dit_heads=8, dit_head_dim=48, dit_layers=4))
+        synthetic.synth(home / "checkpoint")
+
+    def made(dtype: Any) -> Path:
+        out: Path = home / dtype
+        if not out.exists():
+            geometry, kernels = home / "checkpoint/geometry.json", dtype != "fp32"
+            recipe(home / "checkpoint", out, embodiment="libero_sim", dtype=dtype, kernels=kernels, geometry=geometry)
+        return out
+
+    return made
+
+
+def chunks(bundle: Path, **options: Any) -> Array:
+    """Of requests of two lengths: the first plain, the second captured, the third replayed."""
+    runtime, found = Gr00tRuntime(open_bundle(bundle), **options), []
+    for request, spare in enumerate((56, 56, 56, 54)):
+        rng = np.random.default_rng(request)
+        ids = np.array([5, 6, 7, *[runtime.layout.image_token] * 128, *range(8, runtime.most_tokens - spare - 123)], np.int64)
+        row = Inputs(
+            rng.uniform(-1, 1, (512, 1536)).astype(np.float32), (16, 16), ids, rng.uniform(-1, 1, (1, 132)).astype(np.float32),
+            rng.standard_normal((40, 132)).astype(np.float32),
+        )  # fmt: skip
+        found.append(runtime([row])[0].chunk)
+    return np.stack(found)
+
+
+def test_a_request_with_the_kernels_gives_float32s_chunk(wide: Callable[[str], Path], emulated: Any) -> None:
+    """Everything but the kernels' own code: packed weights, buffers, order, captured and replayed."""
+    card, plans = emulated
+    plans(open_bundle(wide("fp16")))
+    (plan,) = (wide("fp16") / "action").glob("*.engine")
+    plan.unlink()  # the kernels stand in its place
+    ours, wanted = chunks(wide("fp16"), backend="tensorrt"), chunks(wide("fp32"), backend="onnxruntime")
+    assert card.replays == 2
+    assert worst(ours, wanted) < 1e-2  # half precision, four steps
+
+
+def test_a_loop_that_cannot_run_is_refused(wide: Callable[[str], Path], emulated: Any) -> None:
+    with pytest.raises(BadRequest, match="loop=kernels cannot run: they run on a GPU"):
+        Gr00tRuntime(open_bundle(wide("fp16")), backend="onnxruntime", loop="kernels")
+    emulated[1](open_bundle(wide("fp32")))
+    with pytest.raises(BadRequest, match="exported without --kernels"):
+        Gr00tRuntime(open_bundle(wide("fp32")), backend="tensorrt", loop="kernels")
+    with pytest.raises(BadRequest, match="unknown loop 'fast'"):
+        Gr00tRuntime(open_bundle(wide("fp32")), loop="fast")

@@ -1,0 +1,83 @@
+"""What one request of kernels of our own works on: named buffers, norms' sums, and products between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vla_eval.engines.card import Buffer, Card
+from vla_eval.engines.engine import Tensor
+from vla_eval.engines.few_rows import COPIES, FewRows, Product
+from vla_eval.engines.graph import NUMPY
+
+_FIELDS = ("weight", "bias", "lost", "late", "gate", "scale")
+
+
+class Workspace:
+    """Buffers by name: those of the request, which are freed with it, and those that are bound to it."""
+
+    def __init__(self, kernels: FewRows, products: Mapping[str, Product], slots: int) -> None:
+        """`slots` norms are summed up in a step."""
+        self.kernels, self.card, self._products, self.slots = kernels, kernels.card, products, slots
+        self.buffers: dict[str, Buffer] = {}
+        self._kept: list[Buffer] = []
+        self._fed: dict[str, Buffer] = {}  # copies of host arrays
+        self.sums = self._zeros((slots, COPIES * kernels.padded * 2), "int64")
+
+    def rows(self, name: str, width: int, dtype: str) -> None:
+        """A buffer of rows as the kernels keep them, zero so far: padding is never written again."""
+        self.buffers[name] = self._zeros((width // 8, self.kernels.padded, 8), dtype)
+
+    def plain(self, name: str, shape: Sequence[int], dtype: str) -> Buffer:
+        """A buffer of any other shape, zero so far."""
+        self.buffers[name] = self._zeros(shape, dtype)
+        return self.buffers[name]
+
+    def feed(self, name: str, tensor: Tensor) -> None:
+        """Bind a buffer as it is, or a copy of a host array."""
+        if isinstance(tensor, Buffer):
+            self.buffers[name] = tensor
+            return
+        array = np.ascontiguousarray(tensor if isinstance(tensor, np.ndarray) else tensor.to_host())
+        if name not in self._fed:
+            self._fed[name] = self.card.load(array)
+            self._kept.append(self._fed[name])
+        self.card.upload(array, self._fed[name])
+        self.card.wait()  # the array is the caller's again
+        self.buffers[name] = self._fed[name]
+
+    def slot(self, number: int) -> Buffer:
+        """The sums of one norm."""
+        return self.sums.part(number * self.sums.shape[1], self.sums.shape[1:])
+
+    def product(
+        self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, *, eps: float, narrow: str | None = None,
+        wide: str | None = None, base: str | None = None, stats: int | None = None, told: int | None = None, **numbers: int | None,
+    ) -> None:  # fmt: skip
+        """A product by name, its vectors taken from whichever of `vectors` has them."""
+        values: dict[str, Any] = {"rows_in": self.buffers[source], "eps": eps, **{k: v for k, v in numbers.items() if v is not None}}
+        for field in _FIELDS:
+            for known in vectors:
+                if f"{name}.{field}" in known:
+                    values[field] = known[f"{name}.{field}"]
+        values |= {field: self.buffers[to] for field, to in (("narrow", narrow), ("wide", wide), ("base", base)) if to is not None}
+        values |= {field: self.slot(number) for field, number in (("stats", stats), ("told", told)) if number is not None}
+        self.kernels.product(self._products[name], **values)
+
+    def close(self) -> None:
+        """Give the buffers back."""
+        self.card.free(*self._kept)
+
+    def _zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
+        self._kept.append(self.card.load(np.zeros(shape, NUMPY[dtype])))  # type: ignore[index]
+        return self._kept[-1]
+
+
+def upload(card: Card, vectors: Mapping[str, Any]) -> dict[str, Buffer]:
+    """Arrays on the card, vectors with zeros up to a multiple of 64: tiles read whole."""
+    return {
+        name: card.load(np.concatenate([array, np.zeros(-array.size % 64, array.dtype)]) if array.ndim == 1 else array)
+        for name, array in vectors.items()
+    }
