@@ -92,6 +92,26 @@ def test_who_pushed_two_objects_is_judged_by_the_one_pushed_farther(
 
 
 @pytest.mark.parametrize(
+    ("states", "wanted"),
+    [
+        ([50], Bin.NOT_GRASPED),  # both fingers brushed it
+        ([50, 51], Bin.NOT_GRASPED),
+        ([30, 50, 70, 90], Bin.NOT_GRASPED),
+        ([50, 51, 52], Bin.LOST),
+        ([50, 52, 54], Bin.LOST),  # contact flickers
+        ([119], Bin.NOT_GRASPED),
+        ([118, 119, 120], Bin.NOT_PLACED),
+    ],
+    ids=str,
+)
+def test_a_grasp_lasts(make_runs: ModuleType, states: list[int], wanted: Bin) -> None:
+    nudge = make_runs.episode("nudge", 0)
+    held = nudge.held.copy()
+    held[states, 0] = True
+    assert failures.sort(replace(nudge, held=held)) is wanted
+
+
+@pytest.mark.parametrize(
     ("axis", "degrees", "wanted"),
     [("z", 0, Bin.SLOW), ("z", 140, Bin.SLOW), ("x", 10, Bin.SLOW), ("x", 90, Bin.NOT_GRASPED), ("y", -90, Bin.NOT_GRASPED)],
 )

@@ -20,6 +20,7 @@ TOUCHED_M = 0.005  # whoever leaves an object alone finds it within 1 mm of its 
 MOVED_M = 0.03  # carried or pushed away, not brushed in passing
 PROGRESS_M = 0.01  # carried or pushed this far in the last second, a target was still on its way
 WINDOW_S = 1.0
+GRASP_S = 0.25  # held for most of such a stretch, an object was grasped; for less, both fingers brushed it
 POLICY_ERRORS = ("InvalidAction", "PolicyFailed", "ContractMismatch")  # beginnings of an error record's message; the rest is the harness'
 
 
@@ -70,8 +71,8 @@ def sort(episode: Episode, hz: float = CONTROL_HZ) -> Bin:
     recent = place[-1 - min(window, len(place) - 1) :]
     progressing = np.linalg.norm(recent[-1] - recent[0], axis=-1) >= PROGRESS_M  # [K]
     farthest = np.linalg.norm(place - place[0], axis=-1).max(axis=0)  # [K] m
-    ever_held = held.any(axis=0)
-    held_now = held[-3:].any(axis=0)  # contact flickers
+    ever_held = _grasped(held, max(1, round(GRASP_S * hz)))
+    held_now = ever_held & held[-3:].any(axis=0)  # contact flickers
     if np.any(targets & held_now & progressing):
         return Bin.SLOW
     if np.any(targets & held_now):
@@ -137,6 +138,13 @@ def _targets(episode: Episode, unmet: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """[K] the objects that unmet conjuncts begin with: "on(bowl, plate)" wants the bowl moved."""
     firsts = [_arguments(str(name))[:1] for name, is_unmet in zip(episode.predicate_names, unmet, strict=True) if is_unmet]
     return _are(episode, {first[0] for first in firsts if first})
+
+
+def _grasped(held: NDArray[np.bool_], stretch: int) -> NDArray[np.bool_]:
+    """[K] whether each object was held in more than half of some `stretch` states; contact flickers."""
+    before = np.concatenate([np.zeros_like(held[:1], int), held.cumsum(axis=0)])  # [T+2, K] states held before each
+    stretch = min(stretch, len(held))
+    return np.asarray(2 * (before[stretch:] - before[:-stretch]).max(axis=0) > stretch)
 
 
 def _standing(episode: Episode) -> NDArray[np.bool_]:
