@@ -542,7 +542,10 @@ def synth(*words: Passed, model: str | None = None) -> Answer:
     made = _call_with(registry.load_synth(model), f"vla-eval synth --model {model}", words)
     if isinstance(made, str):
         return Answer({"help": made}, Text(made))
-    return Answer({"checkpoint": str(made)}, Text(f"{made}: a checkpoint of random numbers; what it makes a robot do means nothing"))
+    told, geometry = f"{made}: a checkpoint of random numbers; what it makes a robot do means nothing", Path(made) / "geometry.json"
+    if geometry.is_file():
+        told += f". Its sizes are its own: export it with --geometry {geometry}"
+    return Answer({"checkpoint": str(made)}, Text(told))
 
 
 def _no_model(command: str, words: Sequence[str], group: str) -> Answer:
@@ -555,7 +558,8 @@ def _no_model(command: str, words: Sequence[str], group: str) -> Answer:
 
 def _call_with(function: Callable[..., Any], name: str, words: Sequence[str]) -> Any:
     """Call a plug-in's function with a command line that its signature describes; with --help among the words, its help as text."""
-    inner = App(name=name, default_parameter=Parameter(negative=()), version_flags=[], suppress_keyboard_interrupt=False)
+    parameter = Parameter(negative=(), show_default=_default)
+    inner = App(name=name, default_parameter=parameter, version_flags=[], suppress_keyboard_interrupt=False)
     inner.default(function)
     if {"--help", "-h"} & set(words):
         console = Console(record=True, file=StringIO(), width=120)
@@ -564,6 +568,13 @@ def _call_with(function: Callable[..., Any], name: str, words: Sequence[str]) ->
     kinds = get_type_hints(function).items()
     many = {f"--{name.replace('_', '-')}" for name, kind in kinds if get_origin(kind) in (AbcSequence, tuple, list)}
     return inner(list(_split_lists(words, many)), exit_on_error=False, print_error=False, result_action="return_value", help_on_error=False)
+
+
+def _default(value: Any) -> str | None:
+    """A default as one would type it; what says nothing is left out."""
+    if value is None or value is False or value == ():
+        return None
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _split_lists(words: Sequence[str], many: Collection[str]) -> Iterator[str]:

@@ -220,6 +220,15 @@ def test_a_synthetic_checkpoint_is_exported_and_asked_from_the_command_line(
     capfd.readouterr()
 
 
+def test_help_shows_defaults_as_one_would_type_them_and_synth_says_how_to_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "--help", "--model", "pi05"]) == 0
+    told = capfd.readouterr().out
+    assert "[default: fp32]" in told
+    assert not [nothing for nothing in ("()", "False", "None") if f"[default: {nothing}]" in told]
+    assert cli.main(["synth", "--model", "pi05", "--out", str(tmp_path / "c")]) == 0
+    assert f"export it with --geometry {tmp_path}/c/geometry.json" in capfd.readouterr().out.replace("\n", "")
+
+
 BUILT = {("fp16", "onnx"), ("fp16", "direct"), ("bf16", "direct")}  # a build takes seconds: one of each kind
 
 
