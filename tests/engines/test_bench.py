@@ -153,7 +153,10 @@ def test_the_command_says_how_many_times_faster_the_bundle_is(
     assert main(["bench", str(own.path), "--against", "torch", "--requests", "2", "--backend", "tensorrt", "--json"]) == 0
     said = json.loads(capfd.readouterr().out)
     assert said["against"]["times_faster"] == pytest.approx(8.0 / said["ms"]["gpu"]["p50"])
-    assert said["against"]["command"][1:] == ["--arms", "lean-graph", "--dtype", "fp32", "--batch", "2", "--steps", "4"]
+    words = said["against"]["command"][1:]
+    assert words == ["--arms", "lean-graph", "--dtype", "fp32", "--batch", "2", "--steps", "4"]
+    script = (bench.RIVALS / "torch_baseline_gr00t.py").read_text()
+    assert all(f'"{word}"' in script for word in words if word.startswith("--"))
 
 
 def test_a_baseline_that_fails_is_a_sentence_with_its_reason(scripts: Callable[..., Path]) -> None:

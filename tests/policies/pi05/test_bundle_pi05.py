@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import vla_eval
 from vla_eval import cli
 from vla_eval.arrays import read_npz, write_npz
+from vla_eval.engines.bench import RIVALS
 from vla_eval.engines.bundle import open_bundle
 from vla_eval.engines.graph import Axis, Value
 from vla_eval.engines.onnx_pen import OnnxPen
@@ -28,6 +29,7 @@ from vla_eval.images import stretch_area
 from vla_eval.policies import flow
 from vla_eval.policies.flow import draw_noise
 from vla_eval.policies.pi05 import adapters, network, processor
+from vla_eval.policies.pi05 import policy as policies
 from vla_eval.policies.pi05.configuration import PREFIXES, read_geometry
 from vla_eval.policies.pi05.libero import load, to_robot
 from vla_eval.policies.pi05.policy import open_policy
@@ -683,3 +685,15 @@ def test_every_robot_answers_requests_made_from_its_contract(tiny: Callable[...,
     assert len(rehearsal.rows) == 2
     assert not np.array_equal(rehearsal.rows[0].pixels, rehearsal.rows[1].pixels)
     assert rehearsal.rival is None  # no baseline has a tiny network's sizes
+
+
+@pytest.mark.parametrize(("robot", "horizon"), [("pi05_libero", 10), ("pi05_droid", 15), ("pi05_aloha", None)])
+def test_a_released_network_with_two_pictures_has_a_baseline_that_does_the_same_work(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, robot: str, horizon: int | None
+) -> None:
+    policy = open_policy(tiny(robot, batch=2), backend="onnxruntime", steps=2)
+    monkeypatch.setattr(policies, "RELEASED", policy.runtime.geometry)  # as if the tiny network were the released one
+    wanted = None if horizon is None else {"batch": 2, "steps": 2, "horizon": horizon}  # ALOHA has three pictures
+    assert policy.rehearse("pick up the bowl").rival == wanted
+    script = (RIVALS / "torch_baseline_pi05.py").read_text()
+    assert all(f'"--{name}"' in script for name in ("arms", "dtype", *(wanted or ())))
