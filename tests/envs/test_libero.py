@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -105,6 +105,23 @@ def test_another_process_draws_the_same_pictures_from_the_file_and_plays_the_sam
     libero: Compiled, task: tuple[str, int], tmp_path: Path
 ) -> None:
     episode = play(libero(*task), look=True)
+    told = redrawn(task, episode, tmp_path)
+    assert told["drawn"] == told["live"] == episode.drawn
+    assert len(set(episode.drawn)) == len(episode.looked)
+    assert told["same"] == [True] * (STEPS + 1)
+
+
+def test_osmesa_draws_the_same_states_and_draws_them_again_as_it_drew_them(libero: Compiled, tmp_path: Path) -> None:
+    episode = play(libero(*KNOB), look=True)
+    told = redrawn(KNOB, episode, tmp_path, MUJOCO_GL="osmesa")
+    assert "OSMesa" in told["renderer"]
+    assert told["same"] == [True] * (STEPS + 1)
+    assert told["drawn"] == told["live"]
+    assert len(set(told["drawn"])) == len(episode.looked)
+
+
+def redrawn(task: tuple[str, int], episode: Episode, tmp_path: Path, **environ: str) -> Any:
+    """What another process makes of the recorded episode."""
     recording = {
         "suite": np.array(task[0]),
         "task": np.array(task[1]),
@@ -121,11 +138,9 @@ def test_another_process_draws_the_same_pictures_from_the_file_and_plays_the_sam
         stdin=subprocess.DEVNULL,
         timeout=600,
         check=True,
+        env=os.environ | environ,
     )
-    told = json.loads(answer.stdout)  # and nothing of what the simulator's packages print
-    assert told["drawn"] == episode.drawn
-    assert len(set(episode.drawn)) == len(episode.looked)
-    assert told["same"] == [True] * (STEPS + 1)
+    return json.loads(answer.stdout)  # and nothing of what the simulator's packages print
 
 
 def test_the_burner_glows_by_the_restored_state_and_not_by_what_was_before(libero: Compiled) -> None:
