@@ -26,7 +26,7 @@ from vla_eval.policies.pi05 import recipe as pi05_recipe
 from vla_eval.policies.pi05.configuration import read_geometry as read_pi05_geometry
 from vla_eval.results.folder import open_run
 from vla_eval.results.leaderboard import of_run
-from vla_eval.types import BadRequest
+from vla_eval.types import BadRequest, Progress, silent
 
 GOLDEN = Path(__file__).parent / "golden/gr00t_tiny"
 WEIGHTS, TOKENIZER = "nvidia/GR00T-N1.7-LIBERO", "Qwen/Qwen3-VL-2B-Instruct"
@@ -67,9 +67,9 @@ def obtain(folder: Path, suite: str = "libero_10@openpi", policy: str = "gr00t",
     said: list[str] = []
 
     @contextlib.contextmanager
-    def busy(line: str) -> Iterator[None]:
+    def busy(line: str) -> Iterator[Progress]:
         said.append(line)
-        yield
+        yield silent
 
     place = bundles.obtain(policy, suite, folder=folder, say=said.append, busy=busy, **{"agree": never, **arguments})
     return place, said

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vla_eval import registry
 from vla_eval.policies.baseline import zero
-from vla_eval.types import BadRequest, Policy, Task, VlaEvalError
+from vla_eval.types import BadRequest, Policy, Progress, Task, VlaEvalError, silent
 
 
 def indices(spec: str, protocol: str | None = None) -> list[int]:
@@ -116,3 +116,17 @@ def test_a_policy_without_engines_needs_no_bundle_parameter(monkeypatch: pytest.
     assert asked == [2]
     with pytest.raises(BadRequest, match="unknown option 'bundle' of policy 'mine'"):
         registry.load_policy("mine", bundle="somewhere")
+
+
+def test_progress_is_filled_in_and_is_no_option() -> None:
+    def recipe(checkpoint: str, out: str, *, steps: int = 4, progress: Progress = silent) -> int:
+        progress(checkpoint, 1, 2)
+        return steps
+
+    heard: list[tuple[str, int, int]] = []
+    told = registry.with_progress(recipe, lambda *said: heard.append(said))
+    assert told("c", "o", steps=8) == 8
+    assert heard == [("c", 1, 2)]
+    with pytest.raises(BadRequest, match="unknown option 'progress'"):
+        registry.check_options("it", told, {"checkpoint": "c", "out": "o", "progress": 1})
+    assert registry.with_progress(len, silent) is len

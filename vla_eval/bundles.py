@@ -15,7 +15,7 @@ from typing import Any
 
 from . import registry
 from .engines.bundle import Bundle, digest_of, file_digest, open_bundle, workplace
-from .types import BadRequest, VlaEvalError
+from .types import BadRequest, Progress, VlaEvalError
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +126,14 @@ def obtain(
     digest: str | None = None,
     agree: Callable[[Callable[[], str]], bool],
     say: Callable[[str], None],
-    busy: Callable[[str], AbstractContextManager[None]],
+    busy: Callable[[str], AbstractContextManager[Progress]],
 ) -> Path:
     """The bundle for that policy and suite: found in `folder`, or exported into it from a checkpoint, once.
 
     `digest` picks among several that fit. `checkpoint` is a folder or REPO[/FOLDER]; by default what the policy's owner has published.
     What is not in the local caches is fetched only if `agree` says yes; the question with names and sizes is made when it asks for it.
-    The export runs inside `busy`. Raises BadRequest with everything that is missing and the commands that would make it.
+    The export runs inside `busy`, which gives what is told how far it is. Raises BadRequest with everything that is missing and the
+    commands that would make it.
     """
     found, broken = bundles(folder)
     for sentence in broken:
@@ -397,7 +398,7 @@ def _exported(
     folder: Path,
     name: str,
     say: Callable[[str], None],
-    busy: Callable[[str], AbstractContextManager[None]],
+    busy: Callable[[str], AbstractContextManager[Progress]],
 ) -> Path:
     """The bundle of this checkpoint and these options: one that is there already, else exported beside it and renamed."""
     from .engines.weights import open_checkpoint
@@ -418,8 +419,8 @@ def _exported(
     registry.check_options(f"the recipe of {policy!r}", recipe, {"checkpoint": checkpoint, "out": folder, **given})
     with workplace(folder, ".making-") as workshop:
         making = workshop / "bundle"
-        with busy(f"exporting {checkpoint} into {folder}, which is done once"):
-            made: Bundle = recipe(checkpoint, making, **given)
+        with busy(f"exporting {checkpoint} into {folder}, which is done once") as progress:
+            made: Bundle = registry.with_progress(recipe, progress)(checkpoint, making, **given)
         (making / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
         place = folder / f"{policy}-{name}-{made.export_id[:8]}"
         if place.exists():  # the same weights beside other statistics, which no identity covers

@@ -31,7 +31,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from . import __version__, registry
-from .types import BadRequest, EpisodeRecord, Policy, Task, VlaEvalError
+from .types import BadRequest, EpisodeRecord, Policy, Task, VlaEvalError, silent
+from .types import Progress as Told
 
 if TYPE_CHECKING:
     from .engines.bundle import Bundle
@@ -210,15 +211,11 @@ def _agreed(offer: Callable[[], str]) -> bool:
 
 
 @contextlib.contextmanager
-def _busy(line: str) -> Iterator[None]:
-    """Something that takes a while and cannot say how far it is: a moving bar with the time it has taken, or one line elsewhere."""
-    if not stderr.is_terminal:
-        _say(line)
-        yield
-        return
-    with Progress(SpinnerColumn(), TextColumn(line, markup=False), BarColumn(), TimeElapsedColumn(), console=stderr) as progress:
-        progress.add_task("", total=None)
-        yield
+def _busy(line: str) -> Iterator[Told]:
+    """Something that takes a while: its line, and on a terminal a bar that moves, or fills once it is told how much is done."""
+    _say(line)
+    with _meter() as progress:
+        yield progress
 
 
 def _say(line: str) -> None:
@@ -470,7 +467,8 @@ def export(*words: Passed, model: str | None = None) -> Answer:
 
 
 def _export(words: Sequence[str], model: str, command: str, components: Sequence[str] = ()) -> Answer:
-    made = _call_with(registry.load_recipe(model), f"vla-eval {command} --model {model}", words)
+    with _meter() as progress:
+        made = _call_with(registry.load_recipe(model), f"vla-eval {command} --model {model}", words, progress)
     if isinstance(made, str):
         return Answer({"help": made}, Text(made))
     data = {"bundle": str(made.path), "export_id": made.export_id, "digest": made.digest, "components": sorted(made.components)}
@@ -556,8 +554,12 @@ def _no_model(command: str, words: Sequence[str], group: str) -> Answer:
     return Answer({"help": text}, Text(text))
 
 
-def _call_with(function: Callable[..., Any], name: str, words: Sequence[str]) -> Any:
-    """Call a plug-in's function with a command line that its signature describes; with --help among the words, its help as text."""
+def _call_with(function: Callable[..., Any], name: str, words: Sequence[str], progress: Told = silent) -> Any:
+    """Call a plug-in's function with a command line that its signature describes; with --help among the words, its help as text.
+
+    A parameter called `progress` is no option: it is given what is to be told.
+    """
+    function = registry.with_progress(function, progress)
     parameter = Parameter(negative=(), show_default=_default)
     inner = App(name=name, default_parameter=parameter, version_flags=[], suppress_keyboard_interrupt=False)
     inner.default(function)
@@ -1125,10 +1127,10 @@ def _numbers(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _meter() -> Iterator[Callable[[str, int, int], None]]:
+def _meter() -> Iterator[Told]:
     """A bar on a terminal for work that says what it does, how much is done, of how much; elsewhere nothing."""
     if not stderr.is_terminal:
-        yield lambda what, done, total: None
+        yield silent
         return
     columns = (
         SpinnerColumn(),
@@ -1139,7 +1141,7 @@ def _meter() -> Iterator[Callable[[str, int, int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=stderr) as progress:
-        bar = progress.add_task("")
+        bar = progress.add_task("", total=None)  # moves until somebody says how much there is
         yield lambda what, done, total: progress.update(bar, description=what, completed=done, total=total)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -9,11 +10,12 @@ from difflib import SequenceMatcher
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from .types import BadRequest, Policy, Task, VlaEvalError
+from .types import BadRequest, Policy, Progress, Task, VlaEvalError
 
 POLICIES, RECIPES, TASKS = "vla_eval.policies", "vla_eval.recipes", "vla_eval.tasks"
 PUBLISHED = "vla_eval.published"
 SYNTHS = "vla_eval.synths"
+PROGRESS = "progress"  # a recipe's parameter that is told how far it is
 
 
 def load_policy(name: str, bundle: Any = None, **options: Any) -> Policy:
@@ -97,6 +99,22 @@ def unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
     near = [repr(other) for other, ratio in likeness.items() if ratio >= max(0.5, best - 0.08)][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(likeness) or 'none'}."
     return " ".join(part for part in (f"unknown {kind} {name!r}", where) if part) + f"; {hint}"
+
+
+def with_progress(function: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
+    """The function with its parameter `progress` filled in, if it has one: no option of anybody's."""
+    signature = inspect.signature(function)
+    if PROGRESS not in signature.parameters:
+        return function
+
+    @functools.wraps(function)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, progress=progress, **kwargs)
+
+    others = [parameter for name, parameter in signature.parameters.items() if name != PROGRESS]
+    told.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+    told.__annotations__ = {name: kind for name, kind in function.__annotations__.items() if name != PROGRESS}
+    return told
 
 
 def check_options(what: str, function: Callable[..., Any], options: dict[str, Any]) -> None:

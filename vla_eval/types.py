@@ -13,8 +13,13 @@ from numpy.typing import NDArray
 Image = NDArray[np.uint8]  # [H, W, 3] RGB, upright
 Vector = NDArray[Any]  # a plain array of numbers; the shape stands where it is born
 Outcome = Literal["success", "failure", "error"]
+Progress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 SEED_LIMIT = 2**32  # every seed here fits numpy's global one: 0 <= seed < 2**32
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """The progress that nobody watches."""
 
 
 class VlaEvalError(Exception):

@@ -235,6 +235,16 @@ def read_architecture(checkpoint: Checkpoint, geometry: Geometry = RELEASED) -> 
     return architecture
 
 
+def trained_steps(checkpoint: Path) -> int:
+    """The denoise steps that the checkpoint itself takes. Raises BadRequest if it does not say."""
+    file = checkpoint / "config.json"
+    said = read_json(file)
+    if not _whole(said.get("num_inference_timesteps"), 1):
+        told = f"num_inference_timesteps is {said.get('num_inference_timesteps', 'absent')!r}"
+        raise BadRequest(f"{file}: {told}, wanted a whole number from 1, which is never guessed; name --steps")
+    return int(said["num_inference_timesteps"])
+
+
 def tensor_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor of such a checkpoint by name, with its shape; the tied head is left out."""
     v, t, w = a.vision, a.text, a.width

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,11 +17,22 @@ from vla_eval.engines.draw import draw
 from vla_eval.engines.graph import NUMPY, PRECISIONS, Axis, Dim, Graph, axis
 from vla_eval.engines.verify import SELFTEST
 from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights, open_checkpoint, token_table, write_tensors
-from vla_eval.types import BadRequest, Vector
+from vla_eval.types import BadRequest, Progress, Vector, silent
 
 from ..components import KERNELS, check_kernels, position_ids
 from . import dit, network
-from .configuration import EMBEDDING, HEAD, PREFIXES, RELEASED, Architecture, geometry_from, not_needed, read_architecture, read_geometry
+from .configuration import (
+    EMBEDDING,
+    HEAD,
+    PREFIXES,
+    RELEASED,
+    Architecture,
+    geometry_from,
+    not_needed,
+    read_architecture,
+    read_geometry,
+    trained_steps,
+)
 from .contract import FRAMES, MERGE, PATCH, TOKENIZER_FILES, Contract, from_checkpoint, parse
 from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
 from .runtime import DEEPSTACK
@@ -30,8 +40,6 @@ from .tables import action_time_bias, adanorm_modulation, buckets
 
 COMPONENTS = ("visual", "vl_backbone", "action")
 TUNED_TEXT = 11  # tokens of an instruction that engines are tuned for: the reference's prompt, 148 long with two pictures
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +59,14 @@ def recipe(
     embodiment: int | str | None = None,
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32",
     batch: int = 1,
-    steps: Sequence[int] = (4,),
+    steps: Sequence[int] = (),
     max_text: int = 64,
     components: Sequence[str] = COMPONENTS,
     geometry: Path | None = None,
     tokenizer: Path | None = None,
     kernels: bool = False,
     direct: bool = False,
+    progress: Progress = silent,
 ) -> Bundle:
     """Export a GR00T N1.7 checkpoint: ONNX graphs, constant tables and the policy's contract, all checked before a byte is written.
 
@@ -67,18 +76,20 @@ def recipe(
         embodiment: A tag of the checkpoint's embodiment_id.json, or a slot. [default: by the checkpoint folder's name]
         dtype: Of weights and activations. fp32 is the truth; fp16 and bf16 are for TensorRT.
         batch: Robots that the engines answer together, fixed for a run.
-        steps: Denoise steps to make constant tables for, such as 4,8.
+        steps: Denoise steps to make constant tables for, such as 4,8. [default: num_inference_timesteps of config.json]
         max_text: The longest instruction, in tokens.
         components: Only some of them, such as visual,action.
         geometry: A JSON file that declares another backbone than the released one.
         tokenizer: The backbone's tokenizer folder, if the checkpoint has none.
         kernels: Also the denoise step's weights for kernels of our own, which a request for one robot then runs on an H100 or H200.
         direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
+        progress: Is told what is being done, how much of it is done, and of how much; no option of the command line.
     """
     checkpoint, folder = Path(checkpoint), Path(tokenizer) if tokenizer else Path(checkpoint) / "tokenizer"
     _check_options(dtype, batch, steps, max_text, components)
     stored = open_checkpoint(checkpoint, PREFIXES)
     a = read_architecture(stored, read_geometry(Path(geometry)) if geometry else RELEASED)
+    steps = steps or (trained_steps(checkpoint),)
     policy = from_checkpoint(checkpoint, embodiment, tokenizer=folder)
     contract = parse(policy, str(checkpoint))
     slot = contract.embodiment_id
@@ -92,6 +103,8 @@ def recipe(
             raise BadRequest(f"{folder}: {told}; this is the tokenizer of another backbone")
     form = _kernels_form(a, stored.weights, dtype, batch) if kernels else None
     table = token_table(stored, EMBEDDING, HEAD)
+    work = stored.followed(progress, 2)  # to look at every number, and to write it
+    work.what = "looking for NaN and infinity, MB"
     stored.check_numbers(FLOAT16_LIMIT if dtype == "fp16" else math.inf)
 
     options = {
@@ -101,7 +114,7 @@ def recipe(
     sizes = _sizes(contract, tokens, batch, rows * columns, max_text)
     with staged(out, Identity("gr00t", "direct" if direct else "onnx", stored.fingerprint, options), policy, "action/policy.json") as stage:
         for component in (name for name in COMPONENTS if name in components):
-            _log.info("exporting %s", component)
+            work.what = f"exporting {component}, MB"
             drawn = draw(stage, component, stored, graph_from, geometry=options["geometry"], slot=slot, sizes=asdict(sizes))
             extra: dict[str, Any] = {}
             if component == "vl_backbone":
@@ -122,6 +135,7 @@ def recipe(
             stored.check_all_read(not_needed(stored, a))
         stage.copy(folder, "tokenizer", TOKENIZER_FILES)  # the backbone's folder may hold its weights too
         write_npz(stage.shared(SELFTEST), _selftest(a, contract, tokens, table, stored.weights, batch, (rows, columns), min(steps)))
+    work.read(work.total)
     return open_bundle(out)
 
 
@@ -220,7 +234,7 @@ def _check_options(dtype: str, batch: int, steps: Sequence[int], max_text: int, 
     for wrong, what in (
         (dtype not in PRECISIONS, f"--dtype {dtype}: choose one of {', '.join(PRECISIONS)}"),
         (batch < 1, f"--batch {batch}: engines answer at least one robot"),
-        (not steps or min(steps, default=0) < 1, f"--steps {','.join(map(str, steps))}: give counts of at least one step"),
+        (min(steps, default=1) < 1, f"--steps {','.join(map(str, steps))}: give counts of at least one step"),
         (max_text < 1, f"--max-text {max_text}: an instruction has at least one token"),
         (
             not components or not set(components) <= set(COMPONENTS),

@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..types import BadRequest, Vector
+from ..types import BadRequest, Progress, Vector
 
 INDEX = "model.safetensors.index.json"
 FLOAT16_LIMIT = 65520.0  # the first magnitude that float16 rounds to infinity
@@ -28,6 +28,9 @@ _WINDOW = 4096  # bytes of each tensor's head, middle and tail that the fingerpr
 _PIECE = 16 << 20  # numbers held at once while a file is looked through
 
 
+_TOLD = 10**6  # bytes: progress is told in MB
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One stored tensor: where its bytes lie, and what is still to be done to them when they are read."""
@@ -38,6 +41,7 @@ class Tensor:
     file: Path
     offset: int  # of its first byte
     seen: set[str] = field(repr=False, compare=False)  # of its checkpoint: the names that were read
+    heard: list[Callable[[int], None]] = field(repr=False, compare=False)  # of its checkpoint: who is told how many bytes were read
     change: Callable[[Vector], Vector] | None = field(default=None, compare=False)
 
     def read(self) -> Vector:
@@ -86,6 +90,8 @@ class Tensor:
             array: Vector = np.fromfile(file, self.dtype, count)
         if array.size != count:
             raise BadRequest(f"{self.file}: {self.name!r} ends early; fetch the file again")
+        for tell in self.heard:
+            tell(array.nbytes)
         return array
 
 
@@ -118,6 +124,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     fingerprint: str  # SHA-256 over names, headers and windows of every tensor: sensitive near those windows only
     seen: set[str] = field(repr=False)
+    heard: list[Callable[[int], None]] = field(repr=False)
     prefixes: tuple[str, ...] = ()  # that it was opened with
 
     @property
@@ -141,6 +148,28 @@ class Checkpoint:
                 raise BadRequest(f"{tensor.file}: {tensor.name!r} holds {worst:g}, too large for float16; choose --dtype bf16 or fp32")
         self.seen.clear()
 
+    def followed(self, progress: Progress, times: int) -> Followed:
+        """Tells `progress` from now on how far work is that reads the whole checkpoint so many times."""
+        size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in self.tensors.values())
+        reading = Followed(progress, times * size)
+        self.heard.append(reading.read)
+        return reading
+
+
+@dataclass
+class Followed:
+    """Work on a checkpoint, and how much of it was read."""
+
+    progress: Progress
+    total: int  # bytes
+    what: str = ""
+    done: int = 0
+
+    def read(self, count: int) -> None:
+        """So many bytes more."""
+        self.done = min(self.done + count, self.total)
+        self.progress(self.what, self.done // _TOLD, self.total // _TOLD)
+
 
 def open_checkpoint(path: str | os.PathLike[str], prefixes: Sequence[str] = ()) -> Checkpoint:
     """The checkpoint in a folder: an index with its shards, or every .safetensors file there is but those of LeRobot's processors.
@@ -149,13 +178,14 @@ def open_checkpoint(path: str | os.PathLike[str], prefixes: Sequence[str] = ()) 
     shards that are missing or hold a name twice, and for names of which only some carry a prefix.
     """
     folder, seen, digest = Path(path), set[str](), hashlib.sha256()
+    heard: list[Callable[[int], None]] = []
     tensors: dict[str, Tensor] = {}
     for file in _shards(folder):
-        for tensor in _header(file, seen, digest):
+        for tensor in _header(file, seen, heard, digest):
             if tensor.name in tensors:
                 raise BadRequest(f"{folder}: {tensor.name!r} stands in {tensors[tensor.name].file.name} and in {file.name}; remove one")
             tensors[tensor.name] = tensor
-    return Checkpoint(folder, _without_prefix(folder, tensors, prefixes), digest.hexdigest(), seen, tuple(prefixes))
+    return Checkpoint(folder, _without_prefix(folder, tensors, prefixes), digest.hexdigest(), seen, heard, tuple(prefixes))
 
 
 def token_table(checkpoint: Checkpoint, *names: str) -> Tensor:
@@ -175,7 +205,7 @@ def token_table(checkpoint: Checkpoint, *names: str) -> Tensor:
 
 def read_tensors(file: Path) -> dict[str, Vector]:
     """Every array of one safetensors file. Raises BadRequest as `open_checkpoint` does."""
-    return {tensor.name: tensor.read() for tensor in _header(file, set(), hashlib.sha256())}
+    return {tensor.name: tensor.read() for tensor in _header(file, set(), [], hashlib.sha256())}
 
 
 def write_tensors(file: Path, entries: Mapping[str, tuple[Any, Sequence[int], Iterable[Vector]]]) -> None:
@@ -225,7 +255,7 @@ def _shards(folder: Path) -> list[Path]:
     return files
 
 
-def _header(file: Path, seen: set[str], digest: Any) -> list[Tensor]:
+def _header(file: Path, seen: set[str], heard: list[Callable[[int], None]], digest: Any) -> list[Tensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -238,7 +268,7 @@ def _header(file: Path, seen: set[str], digest: Any) -> list[Tensor]:
         try:
             entries = json.loads(text)
             entries.pop("__metadata__", None)
-            tensors = sorted((_entry(file, name, said, 8 + length, seen) for name, said in entries.items()), key=lambda t: t.offset)
+            tensors = sorted((_entry(file, name, said, 8 + length, seen, heard) for name, said in entries.items()), key=lambda t: t.offset)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise BadRequest(f"{file}: its safetensors header is damaged ({type(error).__name__}: {error}); fetch it again") from error
         end = 8 + length
@@ -257,7 +287,7 @@ def _header(file: Path, seen: set[str], digest: Any) -> list[Tensor]:
     return tensors
 
 
-def _entry(file: Path, name: str, said: Mapping[str, Any], start: int, seen: set[str]) -> Tensor:
+def _entry(file: Path, name: str, said: Mapping[str, Any], start: int, seen: set[str], heard: list[Callable[[int], None]]) -> Tensor:
     if said["dtype"] not in _DTYPES:
         raise BadRequest(f"{file}: {name!r} is {said['dtype']}; only F32, F16 and BF16 checkpoints are read")
     dtype, shape, (begin, end) = _DTYPES[said["dtype"]], tuple(said["shape"]), said["data_offsets"]
@@ -265,7 +295,7 @@ def _entry(file: Path, name: str, said: Mapping[str, Any], start: int, seen: set
         raise ValueError(f"{name!r} has a negative or fractional length")
     if end - begin != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{name!r} claims {end - begin} bytes for the shape {list(shape)}")
-    return Tensor(name, shape, dtype, file, start + begin, seen)
+    return Tensor(name, shape, dtype, file, start + begin, seen, heard)
 
 
 def _without_prefix(folder: Path, tensors: dict[str, Tensor], prefixes: Sequence[str]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .. import __version__
-from ..types import BadRequest, EpisodeRecord, Image, Vector
+from ..types import BadRequest, EpisodeRecord, Image, Progress, Vector, silent
 from .folder import Episode, RunFolder, write_json
 from .lerobot_convention import (
     ACTION_GROUPS,
@@ -32,7 +32,6 @@ from .lerobot_convention import (
 )
 from .lerobot_meta import ACTION, COLUMNS, EPISODES, INFO, MODALITY, STATE, TASKS, Dataset, Record, open_dataset
 from .lerobot_rows import not_there
-from .lerobot_rules import Progress, silent
 from .lerobot_stats import write_stats
 from .lerobot_v3 import export
 from .lerobot_video import CODEC, PIXELS, write_videos

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import BadRequest
+from ..types import BadRequest, Progress, silent
 from .lerobot_meta import ACTION, EPISODES, INFO, MODALITY, STATE, STATS, TASKS, Dataset, Record, metadata, read_object
 from .lerobot_policy import PolicyNeeds, against
 from .lerobot_rows import Rows, is_pointer, not_there, read_rows
-from .lerobot_rules import Finding, Progress, Steps, silent
+from .lerobot_rules import Finding, Steps
 from .lerobot_stats import FIELDS, Summary, disagreements, read_stats
 from .lerobot_video import decode
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -114,7 +114,6 @@ class Finding:
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in told)
 
 
-Progress = Callable[[str, int, int], None]  # what is being done, how many are done, of how many
 Steps = Generator[Finding, None, T]  # says what is wrong on the way, and returns what could be read
 
 
@@ -138,7 +137,3 @@ def collected(steps: Steps[T]) -> tuple[list[Finding], T]:
             findings.append(next(steps))
     except StopIteration as end:
         return findings, end.value
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """The progress nobody wants to see."""

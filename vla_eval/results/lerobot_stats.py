@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import BadRequest
+from ..types import BadRequest, Progress, silent
 from .folder import write_json
 from .lerobot_meta import STATS, Dataset, Feature, read_object
 from .lerobot_rows import read_rows
-from .lerobot_rules import Finding, Progress, Steps, collected, settled, silent
+from .lerobot_rules import Finding, Steps, collected, settled
 
 FIELDS = ("mean", "std", "min", "max", "q01", "q99")
 QUANTILES: Mapping[str, float] = {"q01": 0.01, "q99": 0.99}

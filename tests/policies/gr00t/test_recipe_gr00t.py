@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -325,7 +327,7 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_before_anything_is_writ
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dtype": "int8"}, "--dtype int8"), ({"batch": 0}, "--batch 0"), ({"steps": (4, 0)}, "--steps 4,0"), ({"steps": ()}, "--steps"),
+        ({"dtype": "int8"}, "--dtype int8"), ({"batch": 0}, "--batch 0"), ({"steps": (4, 0)}, "--steps 4,0"),
         ({"steps": (1001,)}, "1000 times apart"), ({"max_text": 0}, "--max-text 0"), ({"components": ("vision",)}, "--components vision"),
         ({"components": ()}, "--components"), ({"embodiment": "libero_simm"}, "libero_simm"), ({"embodiment": 31}, "31"),
         ({"geometry": None}, "select_layer is 4, the geometry says 16"),
@@ -566,6 +568,43 @@ def test_a_synthetic_checkpoint_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "a" / "weights").write_text("real")
     with pytest.raises(BadRequest, match="not empty"):
         synth(tmp_path / "a")
+
+
+def test_without_a_count_the_checkpoints_own_steps_are_made(checkpoint: Path) -> None:
+    configure(checkpoint / "config.json", num_inference_timesteps=5)
+    assert export(checkpoint, checkpoint.parent / "b").options["steps"] == [5]
+    for wrong in (None, "4", 0, True):
+        configure(checkpoint / "config.json", num_inference_timesteps=wrong)
+        with pytest.raises(BadRequest, match=r"num_inference_timesteps is .*never guessed; name --steps"):
+            export(checkpoint, checkpoint.parent / "c")
+        assert not (checkpoint.parent / "c").exists()
+    assert export(checkpoint, checkpoint.parent / "c", steps=(4,)).options["steps"] == [4]
+
+
+def test_an_export_says_how_far_it_is(tmp_path: Path) -> None:
+    heard: list[tuple[str, int, int]] = []
+    export(GOLDEN / "checkpoint", tmp_path / "b", progress=lambda *said: heard.append(said))
+    stored = sum(tensor.read().nbytes for tensor in open_checkpoint(GOLDEN / "checkpoint").tensors.values())
+    parts = ("looking for NaN and infinity", "exporting visual", "exporting vl_backbone", "exporting action")
+    assert list(dict.fromkeys(what for what, _, _ in heard)) == [f"{part}, MB" for part in parts]
+    assert {total for _, _, total in heard} == {int(2 * stored / 1e6)}
+    done = [done for _, done, _ in heard]
+    assert done == sorted(done)
+    assert done[-1] == heard[-1][2]
+    assert next(d for what, d, _ in heard if "visual" in what) >= done[-1] // 2
+
+
+def test_a_terminal_sees_a_bar_and_a_pipe_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export", "--model", "gr00t", "--checkpoint", str(GOLDEN / "checkpoint"), "--geometry", str(GEOMETRY), "--embodiment", "19"]
+    assert cli.main([*words, "--out", str(tmp_path / "piped")]) == 0
+    assert capfd.readouterr().err == ""
+    screen = StringIO()
+    monkeypatch.setattr(cli, "stderr", Console(file=screen, force_terminal=True, width=120))
+    assert cli.main([*words, "--out", str(tmp_path / "shown")]) == 0
+    assert "exporting action, MB" in screen.getvalue()
+    assert "5/5" in screen.getvalue()
 
 
 def test_exporting_says_nothing_at_the_usual_level(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
