@@ -15,8 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from vla_eval import registry
 from vla_eval.arrays import read_npz
 from vla_eval.policies.gr00t import processor
+from vla_eval.policies.gr00t.configuration import RELEASED
 from vla_eval.policies.gr00t.contract import Contract, Group, Pictures, Prompt, from_checkpoint, parse
 from vla_eval.types import BadRequest, InvalidObservation
 
@@ -98,6 +100,26 @@ def test_prompts_equal_the_reference(contracts: dict[str, Contract], case: dict[
     assert processor.formalize(case["instruction"]) == case["formalized"]
     assert contract.prompt.before + case["formalized"] + contract.prompt.after == case["rendered"]
     assert tokens(contract).ids(case["instruction"]).tolist() == case["token_ids"]
+
+
+QWEN = Path(__file__).parents[2] / "golden/qwen3_tokens"
+
+
+@pytest.mark.parametrize("suite", ["libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90"])
+def test_qwens_own_ids_stand_where_the_released_model_wants_them(contracts: dict[str, Contract], suite: str) -> None:
+    """LIBERO's instructions and some harder ones, by a part of Qwen3's tokenizer, as the whole one tokenises them."""
+    recorded = json.loads((QWEN / "prompts.json").read_text("utf-8"))
+    tokenizer = processor.Tokens(QWEN, contracts["libero_sim"].prompt, 64)
+    named = {name: tokenizer.id_of(f"<|{name}|>") for name in RELEASED.token_ids if name != "pad"}
+    assert {**named, "pad": tokenizer.id_of("<|endoftext|>")} == RELEASED.token_ids
+    tasks = [task.instruction for task in registry.load_tasks(suite)]
+    for text in (*tasks, "Pick up the red_mug, please!", "İstanbul’da çay koy", "把碗放在炉子上", "put 3 mugs on   the stove ☕"):
+        ids = tokenizer.ids(text)
+        view = [151652, *[151655] * 64, 151653]
+        assert ids[: 3 + 2 * 66].tolist() == [151644, 872, 198, *view, *view]
+        assert ids[-2:].tolist() == [151645, 198]
+        once = [i for k, i in enumerate(ids.tolist()) if i != 151655 or ids[k - 1] != 151655]
+        assert once == recorded[text]
 
 
 def test_text_rotary_equals_the_reference(references: dict[str, dict[str, NDArray[Any]]]) -> None:
