@@ -23,6 +23,7 @@ from vla_eval.policies.gr00t import libero, recipe
 from vla_eval.policies.gr00t.configuration import read_geometry
 from vla_eval.policies.pi05 import libero as pi05
 from vla_eval.policies.pi05 import recipe as pi05_recipe
+from vla_eval.policies.pi05.configuration import RELEASED as PI05_RELEASED
 from vla_eval.policies.pi05.configuration import read_geometry as read_pi05_geometry
 from vla_eval.results.folder import open_run
 from vla_eval.results.leaderboard import of_run
@@ -465,7 +466,8 @@ def test_nobody_waits_for_the_weights_when_a_small_file_cannot_be_had(
     for part in (
         f"{BUCKETS}/{STATISTICS} (HF_HUB_OFFLINE",
         f"{BUCKETS}/{SENTENCEPIECE} (HF_HUB_OFFLINE",
-        "--checkpoint DIR --norm-stats FILE",
+        f"{MIRROR} (not tried)",
+        "--checkpoint DIR --norm-stats FILE --tokenizer FILE",
     ):
         assert part in str(refused.value)
 
@@ -488,6 +490,16 @@ def test_weights_that_are_not_the_published_ones_are_refused_unless_they_are_mea
     with pytest.raises(BadRequest, match="is not the file that was published"):
         obtain(tmp_path / "shelf", policy="pi05", checkpoint=MIRROR)  # the published one, by its name
     assert not (tmp_path / "shelf").exists()
+
+
+def test_an_option_that_only_an_export_has_is_said_to_be_one(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path(shutil.copytree(PI05 / "pi05_libero/checkpoint", tmp_path / "own"))
+    shutil.copy(SOURCES[SENTENCEPIECE], own / "tokenizer.model")
+    monkeypatch.setattr(pi05_recipe, "RELEASED", PI05_RELEASED)  # the released sizes, which are not these
+    says = rf"with --geometry FILE\. That is an option of `vla-eval export --model pi05 --checkpoint {own} …`; name the bundle"
+    with pytest.raises(BadRequest, match=says):
+        obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own))
+    assert list((tmp_path / "shelf").iterdir()) == []
 
 
 def test_published_statistics_are_never_put_beside_another_checkpoint(mirror: Path, tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import logging
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -338,7 +341,8 @@ def _fetched(missing: Sequence[Part | File], command: Callable[[Mapping[str, Pat
     failed: list[tuple[Part | File, str]] = []
     for part in sorted(missing, key=lambda part: isinstance(part, Part)):
         if isinstance(part, Part) and any(isinstance(lost, File) for lost, _ in failed):
-            continue  # nobody waits for gigabytes that cannot be used
+            failed.append((part, "not tried"))  # nobody waits for gigabytes that cannot be used
+            continue
         say(f"downloading {part} ({_size_of(part)})")
         try:
             there[part.option] = _fetch_file(part) if isinstance(part, File) else _fetch_part(part)
@@ -419,13 +423,26 @@ def _exported(
     registry.check_options(f"the recipe of {policy!r}", recipe, {"checkpoint": checkpoint, "out": folder, **given})
     with workplace(folder, ".making-") as workshop:
         making = workshop / "bundle"
-        with busy(f"exporting {checkpoint} into {folder}, which is done once") as progress:
+        with busy(f"exporting {checkpoint} into {folder}, which is done once") as progress, _flags_explained(policy, checkpoint, recipe):
             made: Bundle = registry.with_progress(recipe, progress)(checkpoint, making, **given)
         (making / SOURCE).write_text(json.dumps(source, indent=1) + "\n", encoding="utf-8")
         place = folder / f"{policy}-{name}-{made.export_id[:8]}"
         if place.exists():  # the same weights beside other statistics, which no identity covers
             place = place.with_name(f"{place.name}-{digest_of(json.dumps(source).encode())[:8]}")
         return making.rename(place)
+
+
+@contextlib.contextmanager
+def _flags_explained(policy: str, checkpoint: Path, recipe: Callable[..., Any]) -> Iterator[None]:
+    """A recipe's refusal may name its own options, which `run` does not take: say whose they are."""
+    try:
+        yield
+    except BadRequest as error:
+        own = {_flag(name) for name in inspect.signature(recipe).parameters} - {"--checkpoint", "--out"}
+        if not own & set(re.findall(r"--[a-z][a-z-]*", str(error))):
+            raise
+        command = f"vla-eval export --model {policy} --checkpoint {shlex.quote(str(checkpoint))} …"
+        raise BadRequest(f"{error}. That is an option of `{command}`; name the bundle that it makes with --bundle") from error
 
 
 def _read_beside(parts: Mapping[str, Path]) -> dict[str, str]:

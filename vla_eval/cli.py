@@ -543,7 +543,7 @@ def synth(*words: Passed, model: str | None = None) -> Answer:
     told, geometry = f"{made}: a checkpoint of random numbers; what it makes a robot do means nothing", Path(made) / "geometry.json"
     if geometry.is_file():
         told += f". Its sizes are its own: export it with --geometry {geometry}"
-    return Answer({"checkpoint": str(made)}, Text(told))
+    return Answer({"checkpoint": str(made)}, told)
 
 
 def _no_model(command: str, words: Sequence[str], group: str) -> Answer:
