@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # A suite started in the background of a shell inherits an ignored Ctrl-C, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # also of tests that import ONNX Runtime themselves
 
 ALIVE = 3  # environments at once: four that have drawn take 4.8 GB
 

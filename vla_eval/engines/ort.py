@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class OrtEngine:
             raise BadRequest(
                 f"{component.folder} was built directly and has no ONNX graph; run it on TensorRT, or make it with vla-eval export"
             )
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # it would leave an identifier in the user's cache, and report to its maker
         import onnxruntime
 
         self.where = f"{component.folder}"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -436,6 +439,14 @@ def test_statistics_that_are_staged_after_the_export_count_and_their_digest_is_t
     assert code == 0
     told = json.loads(out)["not_covered"]
     assert told["assets/second_robot/norm_stats.json"] == after.engines["action"]["norm_stats_sha256"]
+
+
+def test_the_cpus_engine_leaves_nothing_in_the_users_home_and_reports_to_nobody(tiny: Tiny, tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ORT_"))}
+    asked = f"import vla_eval; print(vla_eval.load_policy('pi05', bundle={str(tiny())!r}).engines['action']['backend'])"
+    done = subprocess.run([sys.executable, "-c", asked], env={**kept, "HOME": str(tmp_path)}, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "onnxruntime"
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- canonical tensors
