@@ -67,7 +67,9 @@ def main() -> int:
 
 def made(note: Note, asked: argparse.Namespace, model: str, work: Path) -> Path:
     """A bundle of random weights; one that an earlier call left is taken as it is."""
-    out, checkpoint = work / f"loop-{model}-{asked.size}-{asked.dtype}", work / f"{model}-{asked.size}"
+    own = model in asked.kernels.split(",")
+    out = work / f"loop-{model}-{asked.size}-{asked.dtype}{'-kernels' if own else ''}"
+    checkpoint = work / f"{model}-{asked.size}"
     if (out / "visual/config.json").is_file():
         return out
     if not checkpoint.exists():
@@ -76,7 +78,7 @@ def made(note: Note, asked: argparse.Namespace, model: str, work: Path) -> Path:
         note["synth_s"] = round(time.perf_counter() - began, 1)
     tiny = {"geometry": checkpoint / "geometry.json"} if asked.size == "tiny" else {}
     direct = {"direct": True} if asked.backend == "tensorrt" else {}
-    kernels = {"kernels": True} if model in asked.kernels.split(",") else {}
+    kernels = {"kernels": True} if own else {}
     registry.load_recipe(model)(checkpoint, out, dtype=asked.dtype, **OPTIONS[model], **tiny, **direct, **kernels)
     return out
 
