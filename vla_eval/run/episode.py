@@ -121,7 +121,7 @@ def _play(
         actions = executable(answer.chunk, bounds, replan, so_far.steps)
         so_far.chunks += 1
         memory = answer.chunk.memory
-        timed = replace(answer.chunk, seconds={**answer.chunk.seconds, "total": answer.seconds})
+        timed = ActionChunk(answer.chunk.actions, {**answer.chunk.seconds, "total": answer.seconds}, memory)
         for recorder in recorders:
             recorder.chunk(so_far.steps, timed, answer.batch)
         clock.lap("recording")
@@ -180,10 +180,10 @@ def executable(chunk: ActionChunk, bounds: tuple[Vector, Vector], replan: int, s
         )
     if len(actions) < replan:
         raise InvalidAction(f"at step {step} the policy answered with {len(actions)} actions; {replan} are to be executed")
-    if len(bad := np.argwhere(~np.isfinite(actions))):
-        index, dimension = bad[0]
+    if not (finite := np.isfinite(actions)).all():
+        index, dimension = np.argwhere(~finite)[0]
         raise InvalidAction(f"at step {step} action {index} of the chunk is {actions[index, dimension]} in dimension {dimension}")
-    clamped: Vector = np.clip(actions[:replan], low, high).astype(np.float32)
+    clamped: Vector = np.minimum(np.maximum(actions[:replan], low), high).astype(np.float32)
     return clamped
 
 

@@ -17,7 +17,7 @@ from ..results.film import Film, beside
 from ..results.folder import Episode, write_episode
 from ..types import ARM_STATE, ActionChunk, EpisodeRecord, Info, Observation, Task, Vector, VlaEvalError
 
-_NOTHING = np.empty(0)
+_NOTHING, _NO_POSES = np.empty(0), np.empty((0, 7))
 
 
 class Diverged(VlaEvalError):
@@ -29,7 +29,7 @@ class ArrayRecorder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows: list[tuple[Vector, Vector, Vector, Vector, Vector]] = []  # state, proprio, predicates, objects, held
+        self._rows: list[tuple[Vector, Vector, list[bool], Vector, list[bool]]] = []  # state, proprio, predicates, objects, held
         self._actions: list[Vector] = []
         self._requests: list[tuple[int, Mapping[str, float], int]] = []
 
@@ -57,25 +57,25 @@ class ArrayRecorder:
             (
                 _NOTHING if snapshot is None else np.array(snapshot, np.float64),
                 proprio(observation),
-                np.array([predicates[name] for name in self._predicates], np.bool_),
-                np.array([objects[name] for name in self._objects], np.float32).reshape(-1, 7),
-                np.array([held.get(name, False) for name in self._objects], np.bool_),
+                [bool(predicates[name]) for name in self._predicates],
+                np.concatenate([objects[name] for name in self._objects]).reshape(-1, 7) if self._objects else _NO_POSES,
+                [bool(held.get(name, False)) for name in self._objects],
             )
         )
 
     def _episode(self) -> Episode:
-        states, proprios, predicates, objects, held = (np.stack(column) for column in zip(*self._rows, strict=True))
+        states, proprios, predicates, objects, held = (np.array(column) for column in zip(*self._rows, strict=True))
         stages = list(dict.fromkeys(stage for _, seconds, _ in self._requests for stage in seconds if stage != "total"))
         stages.append("total")
         return Episode(
             actions=np.stack(self._actions) if self._actions else np.empty((0, 7), np.float32),
             states=states,
             proprio=proprios,
-            predicates=predicates,
+            predicates=predicates.astype(np.bool_),  # without a name the rows were empty, and of no type
             predicate_names=_texts(self._predicates),
-            objects=objects,
+            objects=objects.astype(np.float32),
             object_names=_texts(self._objects),
-            held=held,
+            held=held.astype(np.bool_),
             fixture_names=_texts(list(self._fixtures)),
             fixture_poses=np.array(list(self._fixtures.values()), np.float64).reshape(-1, 7),
             request_step=np.array([step for step, _, _ in self._requests], np.int32),
