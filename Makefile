@@ -15,8 +15,8 @@ help: ## show this list
 demo: $(VENV)/installed ## the main job: ten episodes of libero_object, two workers
 	$(BIN)/vla-eval run --task libero_object --policy oracle --trials 1 --workers 2
 
-test: $(VENV)/installed ## every test but those that need a GPU
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/installed ## every test but those that need a GPU, in two processes
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 check: $(VENV)/installed ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

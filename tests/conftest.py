@@ -23,6 +23,13 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # also of tests that import
 ALIVE = 3  # environments at once: four that have drawn take 4.8 GB
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several pytest processes, one of them plays all that needs LIBERO, and whatever is in one file stays together."""
+    for item in items:
+        group = "libero" if item.get_closest_marker("libero") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def libero() -> Iterator[Callable[[str, int], LiberoEnv]]:
     """The environment of (suite, task), compiled once and shared: @openpi, pictures on request. Reset it before use.
