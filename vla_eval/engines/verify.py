@@ -33,7 +33,7 @@ class Gate(NamedTuple):
 
 GATES: dict[str, Gate] = {  # by the less precise of the two
     "fp32": Gate(0.999999, 2e-5, 1e-5),  # seven times float32's own rounding through the deepest component
-    "tf32": Gate(0.99999, 5e-3, 1e-3),  # of fp32 plans of TensorRT for RTX: off by 1.5e-3 on an H200, as products of ten bits would be
+    "tf32": Gate(0.99999, 5e-3, 1e-3),  # of fp32 plans of TensorRT for RTX: products of ten bits, off by 1.5e-3 on an H200
     "fp16": Gate(0.9999, 1e-2, 2e-3),
     "bf16": Gate(0.999, 4e-2, 1e-2),
 }
