@@ -450,3 +450,11 @@ def test_check_names_what_does_not_hold(vla_eval: Run) -> None:
         ("0-0.npz", "0-1.npz", "its record says 7", "its film episodes/none.mp4 is not there", "stray.txt"), found, strict=True
     ):
         assert part in sentence
+
+
+@pytest.mark.parametrize("option", ["--trials", "--seed", "--workers", "--replan", "--batch"])
+def test_a_fraction_is_no_whole_number_and_is_not_rounded(vla_eval: Run, option: str) -> None:
+    code, out, err = vla_eval("run", "--task", "toy", "--policy", "zero", option, "1.5")
+    assert (code, out) == (2, "")
+    assert f"{option}: '1.5' is no whole number" in err
+    assert not Path("videos").exists()

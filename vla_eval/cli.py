@@ -21,9 +21,9 @@ from collections.abc import Sequence as AbcSequence
 from dataclasses import asdict, dataclass
 from io import StringIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, Token, convert
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markdown import Markdown
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -68,12 +68,22 @@ class Page:
         yield Markdown(self.text) if console.is_terminal else Text(self.text.rstrip())
 
 
+def _strict(kind: Any, tokens: Sequence[Token]) -> Any:
+    """As the library converts, but 1.5 is no whole number: it would be rounded in silence."""
+    kinds = (kind, *get_args(kind))
+    if int in kinds and (broken := [token.value for token in tokens if "." in token.value]):
+        if str in kinds:
+            return broken[0]
+        raise ValueError(f"{broken[0]!r} is no whole number")
+    return convert(kind, tokens)
+
+
 app = App(
     name="vla-eval",
     help="Evaluate vision-language-action policies, and their TensorRT engines, in simulation.",
     help_epilogue="Every command takes --json: then stdout is exactly one JSON object, and everything else goes to stderr.",
     version=lambda: f"vla-eval-trt {__version__}",  # another distribution owns the same command name: say which one answers
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), converter=_strict),
     suppress_keyboard_interrupt=False,  # it would leave without a word
 )
 
@@ -560,7 +570,7 @@ def _call_with(function: Callable[..., Any], name: str, words: Sequence[str], pr
     A parameter called `progress` is no option: it is given what is to be told.
     """
     function = registry.with_progress(function, progress)
-    parameter = Parameter(negative=(), show_default=_default)
+    parameter = Parameter(negative=(), show_default=_default, converter=_strict)
     inner = App(name=name, default_parameter=parameter, version_flags=[], suppress_keyboard_interrupt=False)
     inner.default(function)
     if {"--help", "-h"} & set(words):

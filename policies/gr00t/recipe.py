@@ -39,6 +39,7 @@ from .runtime import DEEPSTACK
 from .tables import action_time_bias, adanorm_modulation, buckets
 
 COMPONENTS = ("visual", "vl_backbone", "action")
+MOST_ROBOTS = 1024  # in a batch: a request of that many holds some 10 GB already
 TUNED_TEXT = 11  # tokens of an instruction that engines are tuned for: the reference's prompt, 148 long with two pictures
 
 
@@ -233,7 +234,7 @@ def _sizes(contract: Contract, tokens: Tokens, batch: int, patches: int, max_tex
 def _check_options(dtype: str, batch: int, steps: Sequence[int], max_text: int, components: Sequence[str]) -> None:
     for wrong, what in (
         (dtype not in PRECISIONS, f"--dtype {dtype}: choose one of {', '.join(PRECISIONS)}"),
-        (batch < 1, f"--batch {batch}: engines answer at least one robot"),
+        (not 1 <= batch <= MOST_ROBOTS, f"--batch {batch}: engines answer 1 to {MOST_ROBOTS} robots together"),
         (min(steps, default=1) < 1, f"--steps {','.join(map(str, steps))}: give counts of at least one step"),
         (max_text < 1, f"--max-text {max_text}: an instruction has at least one token"),
         (

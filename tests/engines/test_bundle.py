@@ -188,6 +188,8 @@ def test_the_policy_contract_comes_to_its_place_last(tmp_path: Path, monkeypatch
 
 def test_what_a_killed_export_left_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "b" / ".staging-99999999" / "first").mkdir(parents=True)
+    with pytest.raises(BadRequest, match="b: an export into it is under way or did not finish"):
+        open_bundle(tmp_path / "b")
     write(tmp_path / "b")
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["action", "first"]
 

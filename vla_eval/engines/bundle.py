@@ -132,6 +132,8 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     """
     folder = Path(path)
     configs = sorted(file for file in folder.glob("*/config.json") if file.parent.name not in SHARED)
+    if not configs and any(folder.glob(f"{_STAGING}*")):
+        raise BadRequest(f"{folder}: an export into it is under way or did not finish; wait for it, or run it again")
     if not configs:
         raise BadRequest(f"{folder}: no bundle, it has no component with a config.json; make one with vla-eval export")
     policy_files = [file for file in (folder / "policy.json", folder / "action" / "policy.json") if file.exists()]

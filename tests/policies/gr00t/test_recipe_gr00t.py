@@ -327,7 +327,8 @@ def test_a_checkpoint_that_cannot_be_exported_is_refused_before_anything_is_writ
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"dtype": "int8"}, "--dtype int8"), ({"batch": 0}, "--batch 0"), ({"steps": (4, 0)}, "--steps 4,0"),
+        ({"dtype": "int8"}, "--dtype int8"), ({"batch": 0}, "--batch 0"), ({"batch": 10**8}, "--batch 1.*1024 robots"),
+        ({"steps": (4, 0)}, "--steps 4,0"),
         ({"steps": (1001,)}, "1000 times apart"), ({"max_text": 0}, "--max-text 0"), ({"components": ("vision",)}, "--components vision"),
         ({"components": ()}, "--components"), ({"embodiment": "libero_simm"}, "libero_simm"), ({"embodiment": 31}, "31"),
         ({"geometry": None}, "select_layer is 4, the geometry says 16"),
@@ -529,6 +530,13 @@ def test_the_commands_make_a_checkpoint_export_it_and_check_the_bundle(tmp_path:
         (["export", "--model", "gr00t", "--out", "x"], "checkpoint"), (["synth", "--model", "gr00t"], "out"),
         (["export", "--model", "gr00t", "--checkpoint", "x", "--out", "y", "--layers", "3"], "--layers"),
         (["export", "--model", "gr00t", "--checkpoint", "x", "--out", "y"], "no such folder"),
+        (["export", "--model", "gr00t", "--checkpoint", "x", "--out", "y", "--steps", "4,8.5"], "'8.5' is no whole number"),
+        (["export", "--model", "gr00t", "--checkpoint", "x", "--out", "y", "--batch", "1.0"], "'1.0' is no whole number"),
+        (
+            ["export", "--model", "gr00t", "--checkpoint", str(GOLDEN / "checkpoint"), "--out", "y", "--geometry", str(GEOMETRY),
+             "--embodiment", "19.4"],
+            "unknown embodiment '19.4'",
+        ),
     ],
 )  # fmt: skip
 def test_a_command_that_cannot_be_met_is_one_line_and_exit_code_2(
