@@ -195,6 +195,14 @@ def test_a_silent_service_costs_a_bounded_wait_and_nothing_else(
     assert len(open_run(folder.path).records()) == 4
 
 
+def test_a_wait_that_looks_like_a_hang_is_said(
+    make_runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dashboard, "QUIET_SECONDS", 0.01)  # nothing is sent as fast as that
+    assert dashboard.send(run_of(make_runs, tmp_path).path, "offline", finish_seconds=300)
+    assert [record.getMessage() for record in caplog.records] == ["the rest is being handed to W&B, which takes 299.99 s at most"]
+
+
 def test_an_absent_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadRequest, match="pip install wandb"):

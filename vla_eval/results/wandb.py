@@ -33,6 +33,7 @@ from .stats import percentiles
 Mode = Literal["online", "offline"]
 INIT_SECONDS = 30  # for the service to answer at all
 FINISH_SECONDS = 600  # for what is left to be sent when the run has ended
+QUIET_SECONDS = 5.0  # of that, before a word is said
 LOOK_SECONDS = 1.0  # between two looks at a growing folder
 PROJECT = "vla-eval"  # unless WANDB_PROJECT says otherwise
 COLUMNS: list[str | int] = ["task", "trial", "outcome", "bin", "steps", "seconds", "answer p50 ms", "error", "video"]
@@ -82,7 +83,7 @@ def _end(child: subprocess.Popen[bytes], said: Any, folder: Path, finish_seconds
     with contextlib.suppress(OSError):
         child.stdin.close()  # the sign that the run has ended
     try:
-        code = child.wait(finish_seconds)
+        code = _waited(child, finish_seconds)
         said.seek(0)
         lines = [line for line in said.read().splitlines() if line.startswith("vla-eval: ")]
         why = lines[-1].removeprefix("vla-eval: ") if lines else f"its process ended with {code}"
@@ -98,6 +99,15 @@ def _end(child: subprocess.Popen[bytes], said: Any, folder: Path, finish_seconds
             folder,
         )
     return not code
+
+
+def _waited(child: subprocess.Popen[bytes], seconds: float) -> int:
+    """The process' exit code. A wait that is not short is said, so that nobody takes it for a hang. Raises TimeoutExpired."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(min(QUIET_SECONDS, seconds))
+    if seconds > QUIET_SECONDS:
+        _log.warning("the rest is being handed to W&B, which takes %g s at most", seconds - QUIET_SECONDS)
+    return child.wait(max(seconds - QUIET_SECONDS, 0))
 
 
 def follow(folder: RunFolder, mode: Mode, ended: Callable[[float], bool]) -> str:
