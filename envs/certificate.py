@@ -229,7 +229,7 @@ def hand_pose(env: LiberoEnv, recorded: Recording) -> Measured:
     causes = []
     if away > 1:
         causes.append("eef_pos is not in world axes, or of another point than between the fingers")
-    if angle > 3:
+    if angle > SAME_TURN_DEG:
         causes.append(_why_turned(rotation, turn))
     elif short:
         causes.append("the angle is shortened (as scipy's as_rotvec does), and jumps by 2π where the hand rests")
@@ -379,7 +379,8 @@ def replayed(env: LiberoEnv, recorded: Recording) -> Measured:
         cause = "the start is another one: other stored states, another seeding, or objects that settle elsewhere"
     else:
         cause = f"the same actions move arm or objects otherwise: another controller or another physics ({_installed()})"
-    return Measured(success and steps == len(recorded.actions), f"{found}{ended:.1g} at the end", cause)
+    holds = success and steps == len(recorded.actions) and began <= SAME_START
+    return Measured(holds, f"{found}{ended:.1g} at the end", cause)
 
 
 def oracle(record: EpisodeRecord) -> Measured:
@@ -423,7 +424,7 @@ ALWAYS: Mapping[str, tuple[Line, ...]] = {"libero_spatial": (_SETTLING,), "liber
 LINES: tuple[Line, ...] = (
     _PICTURES,
     ("camera orientation", f"an object hung left of and above the middle within {WITHIN_PIXELS:g} pixels of its projection", orientation),
-    ("hand pose", "what wrist and finger pads say, within 1 cm and 2°; the angle not shortened", hand_pose),
+    ("hand pose", f"what wrist and finger pads say, within 1 cm and {SAME_TURN_DEG:g}°; the angle not shortened", hand_pose),
     ("object poses", "quaternions x y z w that say what the bodies' matrices say, within 0.1°", object_poses),
     ("gripper", f"{GRIP_STEPS} steps of +1 close below {CLOSED_CM:g} cm, of −1 open to {OPEN_CM} ± 0.2 cm", gripper),
     (
@@ -438,7 +439,7 @@ LINES: tuple[Line, ...] = (
     ),
     ("two resets", "the same states bit for bit, whatever was played in between", two_resets),
     ("redrawn from a file", "the same bytes from the recorded state, drawn by another process", redrawn),
-    ("recorded success", "the recorded actions succeed with the last one", replayed),
+    ("recorded success", f"the recorded start within {SAME_START:g}, and success with the last of the recorded actions", replayed),
 )
 
 
