@@ -102,16 +102,16 @@ def test_part_of_an_export_is_not_made_again_with_another_tokenizer(synthetic: P
 
 
 def test_a_killed_export_leaves_what_was_there_and_the_next_one_ends_it(tmp_path: Path) -> None:
-    """The real command in a process of its own, killed as soon as a component's files appear."""
+    """The real command in a process of its own, killed as soon as the first component's files appear."""
     words = ["export", "--model", "pi05", "--checkpoint", str(CHECKPOINT), "--out", str(tmp_path / "b"), "--policy-config", "pi05_libero"]
     words += ["--geometry", str(GOLDEN / "geometry.json"), "--tokenizer", str(GOLDEN / "paligemma_tokenizer.model")]
     killed = subprocess.Popen([sys.executable, "-m", "vla_eval", *words], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    while killed.poll() is None and not any((tmp_path / "b").glob(".staging-*/prefix/*")):
+    while killed.poll() is None and not any((tmp_path / "b").glob(".staging-*/visual/*")):
         time.sleep(0.001)
     killed.kill()
     assert killed.wait() == -signal.SIGKILL
     assert [entry.name.partition("-")[0] for entry in (tmp_path / "b").iterdir()] == [".staging"]
-    with pytest.raises(BadRequest, match="no bundle"):
+    with pytest.raises(BadRequest, match="did not finish; wait for it, or run it again"):
         open_bundle(tmp_path / "b")
     assert cli.main(words) == 0
     assert not list((tmp_path / "b").glob(".*"))
