@@ -157,6 +157,13 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
         raise ContractMismatch(f"{bundle.path} is a bundle of {bundle.model!r}, not of 'gr00t'; load it with that policy")
     contract = load(bundle.path / "action" / "policy.json")
     rows, columns = seen_grid(contract.pictures)
+    for what, said, built in (
+        ("embodiment_id is", contract.embodiment_id, bundle.options["embodiment_id"]),
+        ("cameras are", len(contract.cameras), bundle.options["views"]),
+        ("patches of a picture are", [rows, columns], bundle.options["grid"]),
+    ):
+        if said != built:
+            raise ContractMismatch(f"{bundle.path}: {what} {said} in policy.json, {built} in the engines; export the checkpoint again")
     tokens = Tokens(bundle.path / "tokenizer", contract.prompt, rows * columns // MERGE**2)
     return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps, loop=loop))
 

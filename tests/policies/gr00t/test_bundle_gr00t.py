@@ -224,6 +224,15 @@ def test_a_contract_that_contradicts_the_graphs_is_refused_at_load(tiny: Tiny, t
     ten = edited(tiny(), tmp_path / "ten", {"action": {**action, "model_horizon": 50, "horizon": 50}})
     with pytest.raises(ContractMismatch, match=r"action\.model_horizon is 50 in policy\.json and tokenizer, 40 in the engines"):
         load(ten)
+    said = json.loads((tiny() / "action/policy.json").read_text())
+    one, view = f"<|vision_start|>{said['prompt']['image_token']}<|vision_end|>", said["prompt"]
+    for name, change, says in (
+        ("slot", {"embodiment_id": 5}, "embodiment_id is 5 in policy.json, 19 in the engines"),
+        ("views", {"cameras": ["image"], "prompt": {**view, "before": view["before"].replace(one, "", 1)}}, "cameras are 1 .*, 2 in the"),
+        ("grid", {"pictures": {**said["pictures"], "edge": 512}}, r"patches of a picture are \[32, 32\] in policy.json, \[16, 16\]"),
+    ):
+        with pytest.raises(ContractMismatch, match=says):
+            load(edited(tiny(), tmp_path / name, change))
 
 
 def run(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
