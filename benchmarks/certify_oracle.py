@@ -1,7 +1,7 @@
 """How often the oracle succeeds, task by task: the tables of docs/oracle.md.
 
 `python benchmarks/certify_oracle.py` plays trials 0 to 9 and 40 to 49 of every task of the five suites under the official caps (2,600
-episodes, two hours on two idle cores) and writes docs/oracle.json and the tables in docs/oracle.md. `--suites`, `--tasks` and `--trials`
+episodes, some hours) and writes docs/oracle.json and the tables in docs/oracle.md. `--suites`, `--tasks` and `--trials`
 play less; what docs/oracle.json has of the others stays. `--resume` plays only what docs/oracle.json lacks. `--baselines` plays the no-op
 and the random policy instead, trials 0 to 9 at most.
 """
