@@ -178,6 +178,18 @@ def test_a_network_that_is_not_there_is_one_sentence_too(tmp_path: Path, monkeyp
     assert "\n" not in str(refused.value)
 
 
+def test_what_an_earlier_download_left_is_not_taken_for_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client answers with an old snapshot where it has one and no network: without the folder, or without its weights."""
+    cached(tmp_path / "hub", TOKENIZER, "", GOLDEN / "checkpoint/tokenizer")
+    place = cached(tmp_path / "hub", WEIGHTS, "libero_goal", GOLDEN / "checkpoint")
+    cached(tmp_path / "hub", WEIGHTS, "libero_10", GOLDEN / "checkpoint", but="model*")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: str(place.parent))
+    for suite in ("libero_10", "libero_spatial"):
+        with pytest.raises(BadRequest, match=f"cannot be downloaded: {WEIGHTS}/{suite} \\(it did not come whole: .*the hub did not answer"):
+            obtain(tmp_path / "shelf", suite, agree=lambda offer: True)
+    assert not (tmp_path / "shelf").exists()
+
+
 def test_a_checkpoint_of_ones_own_needs_no_cache(tmp_path: Path) -> None:
     own = tmp_path / "libero_goal"
     shutil.copytree(GOLDEN / "checkpoint", own)
