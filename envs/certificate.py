@@ -58,7 +58,7 @@ class Recording:
     seed: int  # of the environment's reset
     object: str  # one that is easily seen
     max_steps: int
-    pictures: Mapping[str, Mapping[str, str]]  # renderer -> camera -> SHA-256 of the start's picture
+    pictures: Mapping[str, Mapping[str, str]]  # mujoco and renderer -> camera -> SHA-256 of the start's picture
     actions: Vector  # [T, 7] float32: they succeed with the last one
     start: Vector  # [N] the state after settling
     end: Vector  # [N] the state after the last action
@@ -94,9 +94,9 @@ def _probes(suites: Sequence[str], play: Play) -> Iterator[Probe]:
             for line in dict.fromkeys(lines):
                 yield scene.probe(*line)
             if suite in suites:
-                yield scene.probe("oracle", "success within the step limit", lambda env, of: oracle(play(env, of.played, "oracle")))
                 limit = f"no success, cut after {scene.recorded.max_steps} steps"
                 yield scene.probe("no-op and step limit", limit, lambda env, of: no_op(play(env, of.played, "zero"), of))
+                yield scene.probe("oracle", "success within the step limit", lambda env, of: oracle(play(env, of.played, "oracle")))
 
 
 class _Scene:
@@ -156,11 +156,11 @@ def settling(env: LiberoEnv, recorded: Recording) -> Measured:
 
 
 def pictures(env: LiberoEnv, recorded: Recording) -> Measured:
-    """The recorded start, drawn: no physics takes part. Where nobody has recorded this renderer, compared by look, and said."""
+    """The recorded start, drawn: no physics takes part. Where nobody has recorded this mujoco and renderer, compared by look, and said."""
     _reset(env, recorded)
     env.restore(recorded.start, recorded.fixtures)
     drawn = env.look(CAMERAS)
-    renderer = renderer_of(env)
+    renderer = drawn_by(env)
     known = recorded.pictures.get(renderer)
     apart = {camera: _levels(shrunk(drawn[camera]), recorded.small[camera]) for camera in CAMERAS}
     by_look = "; ".join(f"{camera} {levels:.1f} grey levels off by look" for camera, levels in apart.items())
@@ -169,7 +169,7 @@ def pictures(env: LiberoEnv, recorded: Recording) -> Measured:
         if not other:
             return Measured(True, f"both equal byte for byte, drawn by {renderer}")
         return Measured(False, f"{' and '.join(other)} not equal ({by_look}), drawn by {renderer}", _why_drawn(drawn, recorded))
-    found = f"{by_look}; {renderer} is not among the recorded renderers, so no byte was compared"
+    found = f"{by_look}; {renderer} is not among the recorded, so no byte was compared"
     return Measured(max(apart.values()) <= LOOK_ALIKE, found, _why_drawn(drawn, recorded))
 
 
@@ -187,7 +187,7 @@ def _why_drawn(drawn: Mapping[str, Image], recorded: Recording) -> str:
         more = "brighter" if brighter > 0 else "darker"
         return f"{more} by {abs(brighter):.0f} grey levels: from mujoco 3.3.3 on light is computed otherwise ({_installed()})"
     if all(_levels(shrunk(drawn[camera]), recorded.small[camera]) <= LOOK_ALIKE for camera in CAMERAS):
-        return f"alike but not the same bytes: another mujoco or other assets ({_installed()}), or a driver that rounds otherwise here"
+        return "alike but not the same bytes: other assets, or a driver that rounds otherwise on this processor"
     return f"other assets, another camera or another light ({_installed()})"
 
 
@@ -416,7 +416,7 @@ _SETTLING: Line = (
 )
 _PICTURES: Line = (
     "picture fingerprints",
-    f"the recorded bytes from a recorded renderer; from another within {LOOK_ALIKE:g} grey levels by look",
+    f"the recorded bytes from a recorded mujoco and renderer; from others within {LOOK_ALIKE:g} grey levels by look",
     pictures,
 )
 # Whatever is asked for: where another mujoco shows first, in how things rest and in how light falls on a floor.
@@ -457,9 +457,9 @@ def recordings() -> Mapping[str, Recording]:
     return found
 
 
-def renderer_of(env: LiberoEnv) -> str:
-    """Who draws, without the library that made the context: EGL and OSMesa on one driver draw the same bytes."""
-    return env.hardware()["renderer"].partition(", ")[2]
+def drawn_by(env: LiberoEnv) -> str:
+    """What decides a picture's bytes: "mujoco 3.3.2, llvmpipe (…), Mesa …". EGL and OSMesa on one driver draw the same."""
+    return f"mujoco {machine.installed('mujoco')}, {env.hardware()['renderer'].partition(', ')[2]}"
 
 
 def digest(picture: Image) -> str:

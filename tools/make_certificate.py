@@ -1,7 +1,7 @@
 """Write envs/certificate.json and envs/certificate.npz: what an installation that scores right does, for `vla-eval doctor --certify`.
 
 `python tools/make_certificate.py` records one task of each suite: an episode of the oracle that succeeds, and the pictures of its start.
-`--pictures` draws the recorded starts again and adds the digests under this machine's renderer to those of others.
+`--pictures` draws the recorded starts again and adds the digests under this machine's mujoco and renderer to those of others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vla_eval.arrays import write_npz
-from vla_eval.envs.certificate import FIXTURE, PROTOCOL, digest, recordings, renderer_of, shrunk
+from vla_eval.envs.certificate import FIXTURE, PROTOCOL, digest, drawn_by, recordings, shrunk
 from vla_eval.envs.libero import CAMERAS, LiberoEnv
 from vla_eval.registry import load_policy, load_tasks
 from vla_eval.results.folder import read_episode
@@ -35,7 +35,7 @@ TASKS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", action="store_true", help="add this machine's renderer; record nothing else")
+    parser.add_argument("--pictures", action="store_true", help="add this machine's mujoco and renderer; record nothing else")
     path = Path(__file__).parents[1] / "envs" / "certificate.json"
     if parser.parse_args().pictures:
         words: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -76,11 +76,11 @@ def record(suite: str, number: int, name: str) -> tuple[dict[str, Any], dict[str
 
 
 def drawn(env: LiberoEnv, start: Vector, fixtures: dict[str, Vector]) -> tuple[dict[str, dict[str, str]], dict[str, Vector]]:
-    """Renderer -> camera -> digest, and camera -> what the picture looks like."""
+    """Mujoco and renderer -> camera -> digest, and camera -> what the picture looks like."""
     env.restore(start, fixtures)
     pictures = env.look(CAMERAS)
     digests = {camera: digest(picture) for camera, picture in pictures.items()}
-    return {renderer_of(env): digests}, {camera: shrunk(picture) for camera, picture in pictures.items()}
+    return {drawn_by(env): digests}, {camera: shrunk(picture) for camera, picture in pictures.items()}
 
 
 if __name__ == "__main__":

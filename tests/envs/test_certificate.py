@@ -116,7 +116,7 @@ def test_pictures_of_a_renderer_that_nobody_recorded_are_compared_by_look_and_th
         drawn_as(env, lambda picture: np.clip(picture + rng.integers(-8, 9, picture.shape), 0, 255).astype(np.uint8), noisy)
         told = certified.pictures(env, recorded)
     assert told.holds
-    assert "Some GPU, NVIDIA 1.2.3 is not among the recorded renderers, so no byte was compared" in told.found
+    assert "Some GPU, NVIDIA 1.2.3 is not among the recorded, so no byte was compared" in told.found
     for change in (*TURNS.values(), lambda picture: picture[..., ::-1], lambda picture: (0.75 * picture).astype(np.uint8)):
         with monkeypatch.context() as wrong:
             drawn_as(env, change, wrong)
