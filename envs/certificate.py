@@ -30,7 +30,7 @@ from .libero import CAMERAS, HOLD_OPEN, PIXELS, LiberoEnv
 DEFAULT = "libero_spatial"  # its recorded task is also the one that settles differently under another physics: one simulator for all lines
 PROTOCOL = "openpi"
 SMALL = 32  # a picture by look: means over squares of 8 × 8
-LOOK_ALIKE = 4.0  # grey levels, mean over a small picture; see docs/environments.md for what lies on either side
+LOOK_ALIKE = 4.0  # grey levels, mean over a small picture; docs/install.md says what lies on either side
 WITHIN_PIXELS = 10.0  # an object's collision shape is not quite what is drawn: 5 at most over the five suites
 CHANGED = 60  # of 3 × 255: a pixel that shows an object, rather than its shadow
 REDRAW_SECONDS = 300.0  # another process that builds the scene, on a loaded machine
