@@ -255,9 +255,9 @@ def test_a_repository_may_be_named_with_a_folder(hub: Path, tmp_path: Path) -> N
     assert bundles.suites(open_bundle(made)) == ["libero_10"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "/not/there", "../up", "a/b/../../c"])
+@pytest.mark.parametrize("name", ["nowhere", "/not/there", "../up", "a/b/../../c", "a b/c?", "a--b/c..d"])
 def test_what_is_neither_folder_nor_repository_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(BadRequest, match="no such folder, and it is no REPO"):
+    with pytest.raises(BadRequest, match=r"no such folder, and it is no (REPO|repository's name)"):
         obtain(tmp_path, checkpoint=name)
 
 
@@ -525,8 +525,12 @@ def test_published_statistics_are_never_put_beside_another_checkpoint(mirror: Pa
 
 def test_a_checkpoint_of_ones_own_brings_statistics_and_perhaps_a_tokenizer(mirror: Path, tmp_path: Path) -> None:
     own = Path(shutil.copytree(PI05 / "pi05_libero/checkpoint", tmp_path / "own"))
-    with pytest.raises(BadRequest, match=rf"caches: {BUCKETS}/{SENTENCEPIECE} \(--tokenizer\)\. "):
+    again = rf"`vla-eval run --task libero_10 --policy pi05 --checkpoint {own} --yes` downloads"
+    with pytest.raises(BadRequest, match=rf"caches: {BUCKETS}/{SENTENCEPIECE} \(--tokenizer\)\. Either {again}"):
         obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own), agree=lambda offer: False)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadRequest, match=r"no \.safetensors file"):
+        obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(tmp_path / "empty"))  # and nobody is asked for a tokenizer
     shutil.copy(SOURCES[SENTENCEPIECE], own / "tokenizer.model")
     first, _ = obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own))
     assert obtain(tmp_path / "shelf", policy="pi05", checkpoint=str(own)) == (first, [f"using bundle {first}, made of {own}"])

@@ -18,6 +18,7 @@ from typing import Any
 
 from . import registry
 from .engines.bundle import Bundle, digest_of, file_digest, open_bundle, workplace
+from .engines.weights import open_checkpoint
 from .types import BadRequest, Progress, VlaEvalError
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,9 @@ def obtain(
             return chosen[0].path
     sources = _sources(policy, suite, checkpoint)
     own = Path(checkpoint) if checkpoint is not None and _is_folder(checkpoint) else None
-    parts = _gathered(policy, suite, folder, sources, own, agree, say)
+    if own is not None:
+        open_checkpoint(own)  # before anybody is asked for the rest
+    parts = _gathered(policy, suite, folder, sources, checkpoint, agree, say)
     for part in sources.parts:
         if isinstance(part, Part) and part.digests:
             with busy(f"checking {part}"):
@@ -167,12 +170,14 @@ def _gathered(
     suite: str,
     folder: Path,
     sources: Published,
-    own: Path | None,
+    checkpoint: str | None,
     agree: Callable[[Callable[[], str]], bool],
     say: Callable[[str], None],
 ) -> dict[str, Path]:
-    """Option -> place of everything that the recipe reads and the checkpoint does not bring itself; `own` is a checkpoint's folder."""
-    local = {part.option: _local(part) for part in sources.parts} | ({"checkpoint": own} if own else {})
+    """Option -> place of everything that the recipe reads and the checkpoint does not bring itself."""
+    local = {part.option: _local(part) for part in sources.parts}
+    if checkpoint is not None and _is_folder(checkpoint):
+        local["checkpoint"] = Path(checkpoint)
     here = {option: place for option, place in local.items() if place is not None}
     missing = [part for part in _lacking(sources.parts, here.get("checkpoint")) if part.option not in here]
 
@@ -181,7 +186,7 @@ def _gathered(
 
     if missing:
         if not agree(lambda: _offer(policy, suite, folder, missing)):
-            raise BadRequest(_help(policy, suite, folder, missing, command(here)))
+            raise BadRequest(_help(policy, suite, folder, missing, checkpoint, command(here)))
         here |= _fetched(missing, lambda there: command({**here, **there}), say)
     wanted = {"checkpoint", *(part.option for part in _lacking(sources.parts, here["checkpoint"]))}
     return {option: place for option, place in here.items() if option in wanted}
@@ -232,12 +237,14 @@ def _local(part: Part | File) -> Path | None:
     if isinstance(part, File):
         return next((copy for copy in _copies(part) if copy.is_file() and _is_that(part, copy)), None)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         place = Path(snapshot_download(part.repo, local_files_only=True)) / part.folder
     except LocalEntryNotFoundError:
         return None
+    except HFValidationError as error:
+        raise BadRequest(f"--{part.option} {part}: there is no such folder, and it is no repository's name ({error})") from error
     there = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else []
     names = {str(file.relative_to(place)) for file in there}
     whole = names >= _shards(place) and all(any(fnmatch(name, pattern) for name in names) for pattern in part.needed)
@@ -291,12 +298,13 @@ def _offer(policy: str, suite: str, folder: Path, missing: Sequence[Part | File]
     return f"no bundle of {policy} for {base(suite)} in {folder}. Download {parts} and export it there?"
 
 
-def _help(policy: str, suite: str, folder: Path, missing: Sequence[Part | File], command: str) -> str:
+def _help(policy: str, suite: str, folder: Path, missing: Sequence[Part | File], checkpoint: str | None, command: str) -> str:
+    named = "" if checkpoint is None else f" --checkpoint {shlex.quote(checkpoint)}"
     parts = ", ".join(f"{part} ({_flag(part.option)})" for part in missing)
     return (
         f"no bundle of {policy!r} for {base(suite)} in {folder}, and not in the local caches: {parts}. Either "
-        f"`vla-eval run --task {base(suite)} --policy {policy} --yes` downloads that and exports it, or `{command}` makes the bundle from "
-        "your files"
+        f"`vla-eval run --task {base(suite)} --policy {policy}{named} --yes` downloads that and exports it, or `{command}` makes the "
+        "bundle from your files"
     )
 
 
@@ -406,8 +414,6 @@ def _exported(
     busy: Callable[[str], AbstractContextManager[Progress]],
 ) -> Path:
     """The bundle of this checkpoint and these options: one that is there already, else exported beside it and renamed."""
-    from .engines.weights import open_checkpoint
-
     checkpoint = parts["checkpoint"]
     source = {
         "model": policy,
