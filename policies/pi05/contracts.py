@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,10 +221,7 @@ def _row(file: Path, rows: Mapping[str, Any], key: str, name: str, dim: int) -> 
 
 
 def _finite(value: Any) -> bool:
-    try:
-        return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # JSON's whole numbers have no limit
-        return False
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # JSON's whole numbers have no limit
 
 
 assert all(len(c.cameras) <= VIEWS for c in CONFIGURATIONS.values())

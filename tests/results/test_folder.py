@@ -122,6 +122,7 @@ def test_a_missing_or_damaged_episode_is_refused(folder: RunFolder, played: RunF
         ({"steps": "5"}, "line 1: 'steps' is '5'"),
         ({"steps": True}, "line 1: 'steps' is True"),
         ({"seconds": float("nan")}, "line 1: 'seconds' is nan"),
+        ({"seconds": 10**400}, "line 1: 'seconds' is 1000"),
         ({"timing": {"reset": "x"}}, "line 1: 'timing' is"),
         ({"video": "../../secret.mp4"}, "line 1: 'video' is '../../secret.mp4', which leaves the run folder"),
         ({"video": "/secret.mp4"}, "line 1: 'video' is '/secret.mp4', which leaves the run folder"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -381,7 +381,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is Mapping:
         return isinstance(value, dict) and all(isinstance(key, str) and _fits(item, inner[1]) for key, item in value.items())
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max  # JSON's whole numbers have no limit
     return value is None if hint is type(None) else type(value) is hint
 
 
