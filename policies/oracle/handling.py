@@ -28,6 +28,8 @@ UNREACHED = 5.0  # what a missing metre of reach weighs against a metre of anyth
 STOWS = 24  # poses at the goal are enough
 PAIRS = 40  # of a grasp and such a pose, whose reach is then looked at
 GAP = 0.006  # m above where a thing would rest: it is let go there
+FALLING = 0.02  # m above where it would rest: a thing is on its way there, as after a reset that lets things fall
+PATIENCE = 3  # times in an episode that one waits four steps for that
 WAYS = np.array([[0.0, 0, -1], [1, 0, 0], [0, 1, 0], [0, -1, 0], [-1, 0, 0]])  # into a place: from above, else level
 
 
@@ -43,12 +45,15 @@ class Stow:
 
 
 def pick(scene: Scene, hand: Hand, goal: Goal, notes: Notes) -> tuple[list[Move], Notes] | None:
-    """Moves that lift the thing, the grasp chosen with its goal in mind; None if no grasp is to be had."""
+    """Moves that lift the thing once it lies still, the grasp chosen with its goal in mind; None if no grasp is to be had."""
     thing = goal[1]
     tries = dict(notes.get("tries", {}))
     attempt = tries.get(thing, 0)
     body, walls = scene.solid(thing), scene.walls(thing)
     pos, rot = scene.place(thing)
+    patience = notes.get("patience", PATIENCE)
+    if patience and hangs(body, walls, scene.ground):
+        return [Move(hand.pos, hand.rot.as_quat(), OPEN, at_least=4, at_most=4)], {**notes, "patience": patience - 1}
     stows = goal_poses(scene, goal, rot, walls)
     base = np.array(notes["base"])
     plans = paired(search(body, walls, scene.ground, from_above()), stows, pos, rot, walls, base)
@@ -230,6 +235,13 @@ class Tops:
 
 def _cells(points: Vector) -> Vector:
     return np.asarray(np.round(points[:, :2] / CELL).astype(np.int64))
+
+
+def hangs(body: Vector, walls: Vector, ground: float) -> bool:
+    """Whether there is air under a thing's foot, so that it is about to fall."""
+    low = float(body[:, 2].min())
+    foot = body[body[:, 2] < low + CELL]  # its rim may reach over a neighbour that falls too
+    return low - rest_height(foot - low * UP, Tops.of(walls), ground) > FALLING
 
 
 def way_out(body: Vector, walls: Vector, approach: Vector) -> Vector:

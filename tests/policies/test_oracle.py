@@ -15,7 +15,7 @@ from vla_eval.policies import oracle
 from vla_eval.policies.baseline import zero
 from vla_eval.policies.oracle import arm
 from vla_eval.policies.oracle.grasp import OPENING, downward, from_above, hits, search
-from vla_eval.policies.oracle.handling import Tops, goal_poses, rest_height, way_out
+from vla_eval.policies.oracle.handling import Tops, goal_poses, hangs, rest_height, way_out
 from vla_eval.policies.oracle.mechanisms import Joint
 from vla_eval.policies.oracle.motion import CLOSE, OPEN, Hand, Memory, Move, action, after, arrived, timed
 from vla_eval.policies.oracle.plan import pending
@@ -178,6 +178,15 @@ def test_a_grasp_keeps_clear_of_neighbours() -> None:
     assert [grasp.cost for grasp in free] == sorted(grasp.cost for grasp in free)
     assert any(hits(grasp.pos, grasp.rot, wall, OPENING, slack=0) for grasp in free)
     assert not any(hits(grasp.pos, grasp.rot, wall, grasp.width, slack=-0.004) for grasp in beside)
+
+
+def test_what_has_air_under_its_foot_is_about_to_fall_though_its_rim_reaches_over_a_neighbour() -> None:
+    funnel = np.concatenate([solid(box((0.04, 0.04, 0.04), (0, 0, 0.02))), solid(box((0.12, 0.12, 0.01), (0, 0, 0.045)))])
+    beside = solid(box((0.02, 0.02, 0.04), (0.05, 0, 0.02)))
+    raised = np.array([0.0, 0.0, 0.07])
+    assert not hangs(funnel, NOWHERE, 0.0)
+    assert hangs(funnel + raised, beside + raised, 0.0)
+    assert not hangs(funnel + raised, solid(box((0.1, 0.1, 0.07), (0, 0, 0.035))), 0.0)
 
 
 def test_a_thing_leaves_what_hangs_over_it_the_way_the_hand_came() -> None:
