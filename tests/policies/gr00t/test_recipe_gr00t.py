@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from vla_eval import cli
 from vla_eval.arrays import read_npz
 from vla_eval.engines import trt
-from vla_eval.engines.bundle import Bundle, Component, findings, open_bundle
+from vla_eval.engines.bundle import Bundle, Component, Identity, findings, open_bundle
 from vla_eval.engines.graph import PRECISIONS, Axis
 from vla_eval.engines.trt_pen import TrtPen
 from vla_eval.engines.verify import SELFTEST, compare, trace
@@ -340,6 +340,56 @@ def test_an_option_that_cannot_be_met_is_refused_before_anything_is_written(opti
     with pytest.raises(BadRequest, match=says):
         export(GOLDEN / "checkpoint", tmp_path / "b", **options)
     assert not (tmp_path / "b").exists()
+
+
+def test_a_number_that_float16_cannot_hold_is_refused_for_fp16_alone(checkpoint: Path) -> None:
+    def enlarge(tensors: Tensors) -> Tensors:
+        return {name: np.full_like(array, 70_144) if name == "action_head.vlln.bias" else array for name, array in tensors.items()}
+
+    rewrite(checkpoint, enlarge, np.float32)
+    with pytest.raises(BadRequest, match=r"'action_head\.vlln\.bias' holds 70144, too large for float16"):
+        export(checkpoint, checkpoint.parent / "half", dtype="fp16")
+    assert not (checkpoint.parent / "half").exists()
+    assert export(checkpoint, checkpoint.parent / "whole").options["dtype"] == "fp32"
+
+
+def test_another_variant_is_refused_also_where_only_a_part_is_exported(checkpoint: Path) -> None:
+    put("action_head.dropout_prob_by_embodiment", np.ones(32, np.float32))(checkpoint)
+    with pytest.raises(BadRequest, match=r"dropout_prob_by_embodiment' .* belongs to another variant"):
+        export(checkpoint, checkpoint.parent / "b", components=("visual",))
+
+
+def test_every_option_that_changes_an_engine_is_in_the_export_id_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    class Reached(Exception):
+        """Everything is checked, and writing would begin."""
+
+    def begins(out: Path, said: Identity, *rest: Any) -> None:
+        raise Reached(said.export_id)
+
+    def export_id(source: Path = GOLDEN / "checkpoint", **options: Any) -> str:
+        with pytest.raises(Reached) as reached:
+            export(source, tmp_path / "b", **options)
+        return str(reached.value)
+
+    monkeypatch.setattr(gr00t_recipe, "staged", begins)
+    said = json.loads(GEOMETRY.read_text())
+    (tmp_path / "g.json").write_text(json.dumps({**said, "text": {**said["text"], "rope_theta": 1e6}}))
+    rewrite(checkpoint, lambda tensors: {**tensors, "action_head.vlln.bias": tensors["action_head.vlln.bias"] + 1})
+    ids = [
+        export_id(), export_id(dtype="fp16"), export_id(dtype="bf16"), export_id(batch=2), export_id(steps=(8,)), export_id(steps=(4, 8)),
+        export_id(max_text=32), export_id(embodiment="simpler_env_widowx"), export_id(geometry=tmp_path / "g.json"),
+        export_id(direct=True), export_id(checkpoint),
+    ]  # fmt: skip
+    assert len(set(ids)) == len(ids)
+    same = [
+        export_id(components=("visual",)),
+        export_id(steps=(4,)),
+        export_id(tokenizer=GOLDEN / "checkpoint/tokenizer"),
+        export_id(embodiment=19),
+    ]
+    assert set(same) == {ids[0]}
 
 
 def test_a_layer_that_the_network_forgets_cannot_hide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
