@@ -52,13 +52,18 @@ _log = logging.getLogger(__name__)
 class Sizes:
     """The lengths that the graphs are drawn for."""
 
-    batch: int
+    batch: Dim  # rows; this runtime always fills it
     views: Dim  # of all rows together
     tokens: Dim
     times: Dim  # denoise steps of all rows together
     horizon: int
     width: int  # of an action, padded
     hoisted: bool
+
+    @property
+    def rows(self) -> int:
+        """The most rows."""
+        return self.batch if isinstance(self.batch, int) else self.batch.max
 
 
 def recipe(
@@ -181,10 +186,10 @@ def _sizes(c: Configuration, g: Geometry, options: dict[str, Any]) -> Sizes:
     """Engines are tuned for the pictures that the robot usually sends and a prompt of usual length; they take all three slots."""
     batch, view = options["batch"], g.vision.tokens_per_view
     return Sizes(
-        batch,
-        axis("V", batch, batch * c.opt_views, batch * VIEWS),
+        axis("B", 1, batch, batch),
+        axis("V", 1, batch * c.opt_views, batch * VIEWS),
         axis("S", view + 1, view * c.opt_views + min(_tuned(c), options["max_text"]), view * VIEWS + options["max_text"]),
-        axis("K", batch, batch * min(STEPS, options["max_steps"]), batch * options["max_steps"]),
+        axis("K", 1, batch * min(STEPS, options["max_steps"]), batch * options["max_steps"]),
         options["action_horizon"],
         options["action_dim"],
         options["hoisted_adarms_cond"],
@@ -211,23 +216,23 @@ def _selftest(g: Geometry, s: Sizes, c: Configuration, tokens: Tokens, table: Te
     def places(first: int, count: int) -> dict[str, Vector]:
         angles = rotary(first, count, g.prefix.head_dim, g.rope_theta)
         return {
-            "rope_rotary_cos_sin": np.repeat(angles[None], s.batch, 0), "attention_pos_id": position_ids(s.batch, count),
+            "rope_rotary_cos_sin": np.repeat(angles[None], s.rows, 0), "attention_pos_id": position_ids(s.rows, count),
         }  # fmt: skip
 
     side = g.vision.image
-    views = rng.uniform(-1, 1, (s.batch * c.opt_views, 3, side, side)).astype(np.float32)
+    views = rng.uniform(-1, 1, (s.rows * c.opt_views, 3, side, side)).astype(np.float32)
     inputs: dict[str, dict[str, Vector]] = {
         "visual/0/in": {"pixel_values": views},
-        "prefix/0/in": {"inputs_embeds": np.repeat(embeds[None], s.batch, 0), **places(0, length)},
+        "prefix/0/in": {"inputs_embeds": np.repeat(embeds[None], s.rows, 0), **places(0, length)},
     }
     times = schedule(3)
     if s.hoisted:
-        inputs["cond/0/in"] = {"timesteps": np.repeat(times[: 1 if s.times == s.batch else 3], s.batch)[: _most_times(s)]}
+        inputs["cond/0/in"] = {"timesteps": np.repeat(times[: 1 if s.times == s.rows else 3], s.rows)[: _most_times(s)]}
     for k, t in enumerate(times):
-        part: dict[str, Vector] = {"timestep": np.full(s.batch, t, np.float32)}
+        part: dict[str, Vector] = {"timestep": np.full(s.rows, t, np.float32)}
         if s.hoisted:
-            part = {"adarms_modulation": rng.standard_normal((s.batch, g.sites, 3 * g.expert.width), np.float32)}
-        noise = rng.standard_normal((s.batch, s.horizon, s.width), np.float32)
+            part = {"adarms_modulation": rng.standard_normal((s.rows, g.sites, 3 * g.expert.width), np.float32)}
+        noise = rng.standard_normal((s.rows, s.horizon, s.width), np.float32)
         inputs[f"action/{k}/in"] = {"noise_trajectory": noise, **part, **places(length, s.horizon)}
     return {f"{where}/{name}": array for where, arrays in inputs.items() for name, array in arrays.items()}
 

@@ -20,12 +20,14 @@ from vla_eval import cli
 from vla_eval.arrays import read_npz
 from vla_eval.engines import trt
 from vla_eval.engines.bundle import findings, open_bundle
+from vla_eval.engines.engine import load_engine, to_host
 from vla_eval.engines.graph import PRECISIONS, Axis
 from vla_eval.engines.trt_build import check_network, new_network, read_network, serialize
 from vla_eval.engines.trt_pen import TrtPen
 from vla_eval.engines.verify import SELFTEST, compare, trace
 from vla_eval.engines.weights import open_checkpoint, read_tensors, write_tensors
 from vla_eval.policies.pi05.configuration import HEAD, PREFIXES
+from vla_eval.policies.pi05.processor import rotary
 from vla_eval.policies.pi05.recipe import Sizes, graph_of, recipe
 from vla_eval.policies.pi05.synthetic import TINY, synth
 from vla_eval.types import BadRequest
@@ -252,3 +254,26 @@ def test_both_routes_make_the_network_that_the_contract_states(dtype: Any, hoist
             assert kinds <= {"float32"}
             if (dtype, route) in BUILT and (hoisted or name == "action"):
                 assert serialize(builder, network, component.config, name)[0] is not None
+
+
+def test_the_batch_axis_takes_one_row_to_the_exports_batch(tmp_path: Path) -> None:
+    bundle = export(tmp_path / "two", batch=2)
+    answers = {}
+    for rows in (1, 2):
+        length, e = 300, 48
+        rng = np.random.default_rng(0)
+        noise = np.repeat(rng.standard_normal((1, 10, 32)).astype(np.float32), rows, 0)
+        modulation = np.repeat(rng.standard_normal((1, 7, 3 * e)).astype(np.float32), rows, 0)
+        table = np.repeat(rotary(length, 10, 16, 1e4)[None], rows, 0)
+        keys = {
+            spec.name: np.repeat(np.random.default_rng(1).standard_normal((1, length, 1, 16)).astype(np.float32), rows, 0)
+            for spec in bundle.component("action").inputs
+            if spec.name.startswith("prefix_")
+        }
+        (answer,) = load_engine(bundle.component("action"), "onnxruntime")(
+            noise_trajectory=noise, adarms_modulation=modulation, rope_rotary_cos_sin=table,
+            attention_pos_id=np.arange(rows * 10, dtype=np.int32).reshape(rows, 10), **keys,
+        ).values()  # fmt: skip
+        answers[rows] = to_host(answer)
+    for row in answers[2]:
+        np.testing.assert_allclose(row, answers[1][0], rtol=0, atol=2e-5 * np.abs(answers[1]).max())
