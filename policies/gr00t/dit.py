@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import FewRows, Product, pack, rows_on_card, tile_for
+from vla_eval.engines.few_rows import WIDEST, FewRows, Product, pack, rows_on_card, tile_for
 from vla_eval.engines.graph import PRECISIONS
 from vla_eval.engines.weights import Tensor as Stored
 from vla_eval.engines.weights import Weights
@@ -195,12 +195,14 @@ def eps_of(name: str) -> float:
 def check_shape(s: Shape) -> None:
     """Raises BadRequest for a network that the kernels do not take."""
     try:
-        if s.width % 64 or s.head_width % 16 or s.rows > 48:
+        if s.width % 64 or s.width > WIDEST or s.head_width % 16 or s.rows > 48:
             raise ValueError(f"{s.width} wide, heads of {s.head_width}, {s.rows} rows")
         for product in set(products(s).values()):
             tile_for(product, 48)
     except ValueError as error:
-        raise BadRequest(f"--kernels: they take widths in multiples of 64, heads in multiples of 16 and 48 rows ({error})") from error
+        raise BadRequest(
+            f"--kernels: they take widths in multiples of 64 up to {WIDEST}, heads in multiples of 16 and 48 rows ({error})"
+        ) from error
 
 
 def packed(s: Shape, w: Weights, slot: int, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import FewRows, Product, Tile, pack, padded, rows_on_card, tile_for
+from vla_eval.engines.few_rows import WIDEST, FewRows, Product, Tile, pack, padded, rows_on_card, tile_for
 from vla_eval.engines.graph import NUMPY, PRECISIONS
 from vla_eval.engines.weights import Tensor as Stored
 from vla_eval.engines.weights import Weights
@@ -136,12 +136,12 @@ def denoise_step(do: Arithmetic, s: Shape) -> None:
 def check_shape(s: Shape) -> None:
     """Raises BadRequest for a network that the kernels do not take."""
     try:
-        if s.width % 64 or s.head_width % 64 or padded(s.horizon) != 16:
+        if s.width % 64 or s.width > WIDEST or s.head_width % 64 or padded(s.horizon) != 16:
             raise ValueError(f"{s.width} wide, heads of {s.head_width}, {s.horizon} actions")
         for product in set(products(s).values()):
             tile_for(product, 16)
     except ValueError as error:
-        raise BadRequest(f"--kernels: they take widths and heads in multiples of 64 and 16 actions ({error})") from error
+        raise BadRequest(f"--kernels: they take widths and heads in multiples of 64, up to {WIDEST} and 16 actions ({error})") from error
 
 
 def interleaved(tile: Tile) -> NDArray[np.int64]:

@@ -78,7 +78,6 @@ DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Where wgmma finds an operand: 8 x 8 matrices of 128 bytes each, `along_k` and `across` bytes apart.
@@ -123,8 +122,9 @@ struct Product {
 
 enum Norm { NONE, LAYER, RMS };
 enum Out { LINEAR, GELU, SILU, RELU, RESIDUAL, VELOCITY, GATE_UP };
-#define SUM_UNIT 16777216.0   // of `stats`: 2^24 for sums, 2^18 for squares; numbers within half precision's range cannot overflow
+#define SUM_UNIT 16777216.0   // of `stats`: 2^24 for sums, 2^18 for squares
 #define SQUARE_UNIT 262144.0
+#define MOST_SQUARES 9e10f    // of four numbers, whose row is 1,536 wide at most: 2^63 / 2^18 / 384
 #define COPIES 8              // blocks add to one of them: few wait for one another
 
 // R8 rows / 8, K inputs, C blocks a cluster, G groups of 64 outputs a block, W warp groups that split a block's slice of K,
@@ -292,7 +292,7 @@ DEVICE void product(const Product& p) {
     for (int turn = 0; turn < TURNS; turn++) {
         const int i = thread + turn * THREADS, row = i % R, f = i / R * 4, n = n0 + f;
         const bool there = i < ITEMS && row < p.rows;
-        float y[4], up[4], more[4];
+        float y[4], up[4], more[4], squares = 0;
         if (there) {
             add_parts<C>(y, sums + row * PS + rank * F + f, base + L::X + (row * PS + rank * F + f) * 4);
             if constexpr (OUT == GATE_UP)
@@ -353,11 +353,14 @@ DEVICE void product(const Product& p) {
             get(more, old + (f / 8 * R + row) * 8 + f % 8);
             #pragma unroll
             for (int e = 0; e < 4; e++) y[e] += more[e];
+            squares = y[0] * y[0] + y[1] * y[1] + (y[2] * y[2] + y[3] * y[3]);
+            // beyond it a row's squares might not fit their whole number: rather no numbers, which is noticed, than wrong ones
+            if (!(squares < MOST_SQUARES)) y[0] = y[1] = y[2] = y[3] = __int_as_float(0x7fffffff);
         }
         if (p.wide) *(float4*)(p.wide + packed) = make_float4(y[0], y[1], y[2], y[3]);
         if constexpr (OUT == RESIDUAL) {
             if (p.told) {
-                const float total = y[0] + y[1] + (y[2] + y[3]), squares = y[0] * y[0] + y[1] * y[1] + (y[2] * y[2] + y[3] * y[3]);
+                const float total = y[0] + y[1] + (y[2] + y[3]);
                 u64* to = p.told + ((blockIdx.x % COPIES) * R + row) * 2;
                 const u64 a = (u64)__float2ll_rn(total * (float)SUM_UNIT), b = (u64)__float2ll_rn(squares * (float)SQUARE_UNIT);
                 asm volatile("red.global.add.u64 [%0], %1;" :: "l"(to), "l"(a) : "memory");

@@ -27,6 +27,7 @@ CARD = "sm90"  # what the kernels are written for; another card runs the engine 
 KINDS = {"float16": "f16", "bfloat16": "bf16"}
 COPIES = 8  # of a norm's sums: see few_rows.cu
 SUM_UNIT, SQUARE_UNIT = 2.0**24, 2.0**18
+WIDEST = 1536  # rows whose squares fit their whole number: see MOST_SQUARES in few_rows.cu
 _SHARED = 227 * 1024  # bytes of shared memory that a block of such a card can have
 _BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters of four and eight
 _SOURCE = Path(__file__).with_name("few_rows.cu")
