@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -59,3 +62,15 @@ class Parts:
 
     def _save(self) -> None:
         self.file.write_text(json.dumps({**self.about, "parts": self.found}, indent=1, default=str) + "\n")
+
+
+def command_line(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Path]:
+    """The command line with what all such runs are asked, and the folder for checkpoints and bundles, which is there."""
+    parser.add_argument("--size", default="full", choices=["full", "tiny"])
+    parser.add_argument("--minutes", type=float, default=None)
+    parser.add_argument("--work", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    found = parser.parse_args()
+    work = found.work or Path(tempfile.mkdtemp())
+    work.mkdir(parents=True, exist_ok=True)
+    return found, work

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from _parts import Note, Parts
+from _parts import Note, Parts, command_line
 from _same import arrays, outcome
 
 import vla_eval
@@ -44,15 +42,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--dtype", default="fp16")
     parser.add_argument("--kernels", default="", help="models that are exported with the denoise loop's own kernels")
-    parser.add_argument("--size", default="full", choices=["full", "tiny"])
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--oracle", type=int, default=0, metavar="TRIALS", help="of each task of the suite")
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    asked = parser.parse_args()
-    work = asked.work or Path(tempfile.mkdtemp())
-    work.mkdir(parents=True, exist_ok=True)
+    asked, work = command_line(parser)
     parts = Parts(asked.out / "loop.json", minutes=asked.minutes, command=" ".join(sys.argv), suite=asked.suite, workers=asked.workers)
     parts("doctor", lambda note: note.update(command(["doctor"], refused=(1,))))
     given = dict(pair.split("=", 1) for pair in asked.bundle)

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import shutil
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _parts import Note, Parts
+from _parts import Note, Parts, command_line
 
 from vla_eval import registry
 from vla_eval.arrays import read_npz
@@ -56,15 +54,9 @@ def main() -> int:
     parser.add_argument("--rival", action="store_true")
     parser.add_argument("--parity", action="store_true")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--size", default="full", choices=["full", "tiny"])
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--leak", type=int, default=1000)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--work", type=Path, default=None)
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
-    asked = parser.parse_args()
-    work = asked.work or Path(tempfile.mkdtemp())
-    work.mkdir(parents=True, exist_ok=True)
+    asked, work = command_line(parser)
     flavour = trt.door()
     file = asked.out / f"{asked.model}-{asked.size}-{asked.dtype}-b{asked.batch}{'-kernels' if asked.kernels else ''}.json"
     about = {"model": asked.model, "size": asked.size, "dtype": asked.dtype, "tensorrt": f"{flavour.name} {flavour.version}"}

@@ -265,26 +265,24 @@ def gripper(env: LiberoEnv, recorded: Recording) -> Measured:
 
 def position_axes(env: LiberoEnv, recorded: Recording) -> Measured:
     """Where the hand goes when x, y and z are commanded one by one."""
-    moved = []
-    for action in _half_steps(0):
-        _reset(env, recorded)
-        before = _hand(env)[0]
-        for _ in range(HALF_STEPS):
-            env.step(action)
-        moved.append(100 * (_hand(env)[0] - before))
+    moved = [100 * (after[0] - before[0]) for before, after in _commanded(env, recorded, 0)]
     return _axes(np.array(moved), SHIFT_CM, SHIFT_WITHIN, SHIFT_ASIDE, " cm", "moves")
 
 
 def rotation_axes(env: LiberoEnv, recorded: Recording) -> Measured:
     """How the hand turns when the three rotations are commanded one by one."""
-    turned = []
-    for action in _half_steps(3):
+    turned = [np.degrees((after[1] * before[1].inv()).as_rotvec()) for before, after in _commanded(env, recorded, 3)]
+    return _axes(np.array(turned), TURN_DEG, TURN_WITHIN, TURN_ASIDE, "°", "turns about")
+
+
+def _commanded(env: LiberoEnv, recorded: Recording, first: int) -> Iterator[tuple[tuple[Vector, Rotation], tuple[Vector, Rotation]]]:
+    """The hand before and after each of three commands, from number `first` of an action on."""
+    for action in _half_steps(first):
         _reset(env, recorded)
-        before = _hand(env)[1]
+        before = _hand(env)
         for _ in range(HALF_STEPS):
             env.step(action)
-        turned.append(np.degrees((_hand(env)[1] * before.inv()).as_rotvec()))
-    return _axes(np.array(turned), TURN_DEG, TURN_WITHIN, TURN_ASIDE, "°", "turns about")
+        yield before, _hand(env)
 
 
 def _axes(moved: Vector, wanted: Vector, within: float, aside: float, unit: str, does: str) -> Measured:

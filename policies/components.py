@@ -136,15 +136,12 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _load(components: Sequence[Component], backend: str, loop: Loop | None) -> dict[str, Engine]:
-    stepped = next((component for component in components if loop is not None and component.name == loop.component), None)
-    if loop is None or stepped is None or chosen(components, backend) != "tensorrt":
-        if loop is not None and stepped is not None:
-            loop.engine(stepped, None)
+    backend = chosen(components, backend)
+    stepped = [component for component in components if loop is not None and component.name == loop.component]
+    card = Card() if stepped and backend == "tensorrt" else None
+    kernels = {component.name: engine for component in stepped if loop and (engine := loop.engine(component, card)) is not None}
+    if card is None:
         return load_engines(components, backend)
     from vla_eval.engines.trt_run import load_plans
 
-    card = Card()
-    kernels = loop.engine(stepped, card)
-    if kernels is None:
-        return {**load_plans(components, card)}
-    return {**load_plans([component for component in components if component is not stepped], card), stepped.name: kernels}
+    return {**load_plans([component for component in components if component.name not in kernels], card), **kernels}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor
-from vla_eval.engines.few_rows import COPIES, FewRows, Product
+from vla_eval.engines.few_rows import COPIES, FewRows, Product, Tile, pack, tile_for
 from vla_eval.engines.graph import NUMPY
+from vla_eval.types import BadRequest, ContractMismatch, Vector
 
 _FIELDS = ("weight", "bias", "lost", "late", "gate", "scale")
 
@@ -73,6 +75,41 @@ class Workspace:
     def _zeros(self, shape: Sequence[int], dtype: str) -> Buffer:
         self._kept.append(self.card.load(np.zeros(shape, NUMPY[dtype])))  # type: ignore[index]
         return self._kept[-1]
+
+
+def packed(
+    plan: Mapping[str, Product], weights: Mapping[str, Callable[[], Vector]], rows: int, kind: type
+) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
+    """What `write_tensors` wants for the products' weights [N, K]: in half precision, packed one at a time.
+
+    Writing them raises BadRequest for weights that half precision cannot hold.
+    """
+    for name, product in plan.items():
+        tile = tile_for(product, rows)
+
+        def piece(name: str = name, tile: Tile = tile) -> Iterator[Vector]:
+            with np.errstate(over="ignore"):
+                rounded: Vector = weights[name]().astype(kind)
+            if not np.isfinite(rounded).all():
+                raise BadRequest(f"--kernels: the weights of {name!r}, folded, are too large for float16; choose --dtype bf16")
+            yield pack(rounded, tile)
+
+        yield f"{name}.weight", (kind, (tile.outputs * tile.inputs,), piece())
+
+
+def stored(component: Component, file: str, kernels: FewRows, plan: Mapping[str, Product]) -> dict[str, Vector]:
+    """The artifact's arrays. Raises BadRequest if it is missing, ContractMismatch where weights are packed for other tiles."""
+    arrays = component.tensors(file)
+    for name, product in plan.items():
+        tile = kernels.tiles[product]
+        if arrays[f"{name}.weight"].size != tile.outputs * tile.inputs:
+            raise ContractMismatch(f"{component.folder}: {name!r} is packed for another tile; export the component again")
+    return arrays
+
+
+def about(component: Component, card: Card) -> dict[str, str]:
+    """What runs, for manifests."""
+    return {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
 
 
 def upload(card: Card, vectors: Mapping[str, Any]) -> dict[str, Buffer]:

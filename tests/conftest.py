@@ -6,6 +6,7 @@ import os
 import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,3 +65,33 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], None
     spec.loader.exec_module(module)
     installed: tuple[Any, Callable[[Any], None]] = module.install(monkeypatch)
     return installed
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Path]:
+    """A small bundle by model and precision whose denoise loop is wide enough for kernels of our own; float32 comes without them."""
+    from vla_eval import registry
+    from vla_eval.policies.gr00t import synthetic as gr00t
+    from vla_eval.policies.pi05 import synthetic as pi05
+    from vla_eval.policies.pi05.configuration import Tower
+
+    home = tmp_path_factory.mktemp("wide")
+    tower = Tower(128, 2, 192, 4, 1, 64)
+    small = {
+        "gr00t": (gr00t, replace(gr00t.TINY, hidden=128, dit_heads=8, dit_head_dim=48, dit_layers=4), {"embodiment": "libero_sim"}),
+        "pi05": (pi05, replace(pi05.TINY, prefix=tower, expert=tower), {"policy_config": "pi05_libero"}),
+    }  # fmt: skip
+
+    def made(model: str, dtype: Any) -> Path:
+        checkpoint, out = home / model, home / f"{model}-{dtype}"
+        module, size, options = small[model]
+        if not checkpoint.exists():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(module, "TINY", size)
+                module.synth(checkpoint)
+        if not out.exists():
+            geometry = checkpoint / "geometry.json"
+            registry.load_recipe(model)(checkpoint, out, dtype=dtype, kernels=dtype != "fp32", geometry=geometry, **options)
+        return out
+
+    return made

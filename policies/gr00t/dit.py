@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import WIDEST, FewRows, Product, pack, rows_on_card, tile_for
+from vla_eval.engines.few_rows import WIDEST, FewRows, Product, rows_on_card, tile_for
 from vla_eval.engines.graph import PRECISIONS
-from vla_eval.engines.weights import Tensor as Stored
 from vla_eval.engines.weights import Weights
-from vla_eval.types import BadRequest, ContractMismatch, Vector
+from vla_eval.types import BadRequest, Vector
 
-from ..workspace import Workspace, upload
+from ..workspace import Workspace, about, packed, stored, upload
 from .configuration import Architecture
 from .network import DIT_EPS, DIT_OUT_EPS
 
@@ -96,19 +95,19 @@ def layers(s: Shape, w: Weights, slot: int) -> dict[str, Layer]:
     head, blocks = w.under("action_head"), w.under("action_head.model.transformer_blocks")
 
     def of_slot(name: str) -> Layer:  # stored [slot, in, out]
-        return Layer(lambda: _float(head[f"{name}.W"].row(slot)).T, lambda: _float(head[f"{name}.b"].row(slot)))
+        return Layer(lambda: head[f"{name}.W"].row(slot).floats().T, lambda: head[f"{name}.b"].row(slot).floats())
 
     def plain(*parts: Weights) -> Layer:
         return Layer(
-            lambda: np.concatenate([_float(part["weight"]) for part in parts]),
-            lambda: np.concatenate([_float(part["bias"]) for part in parts]),
+            lambda: np.concatenate([part["weight"].floats() for part in parts]),
+            lambda: np.concatenate([part["bias"].floats() for part in parts]),
         )
 
     def after(first: Layer, then: Layer) -> Layer:
         """One product in place of two; the bias is the first one's alone."""
         return Layer(lambda: then.weight() @ first.weight(), lambda: then.weight() @ first.bias())
 
-    upper = Layer(lambda: _float(head["action_encoder.W2.W"].row(slot).rows(0, s.width)).T, lambda: np.zeros(s.width, np.float32))
+    upper = Layer(lambda: head["action_encoder.W2.W"].row(slot).rows(0, s.width).floats().T, lambda: np.zeros(s.width, np.float32))
     found = {
         "state_in": of_slot("state_encoder.layer1"), "state_out": of_slot("state_encoder.layer2"),
         "encode_in": after(of_slot("action_encoder.W1"), upper), "encode_out": of_slot("action_encoder.W3"),
@@ -133,7 +132,7 @@ def constants(s: Shape, w: Weights, made: Mapping[str, Layer]) -> dict[str, Arra
     found = {f"{name}.bias": layer.bias() for name, layer in made.items() if name not in normed or name.endswith(".up")}
     found |= {f"{name}.lost": made[name].weight().sum(1) for name in normed if name.endswith(".up")}
     places = np.zeros((s.rows, s.width), np.float32)  # the state's row is filled by every request, and takes no bias of the actions'
-    places[1:] = _float(w["action_head.position_embedding.weight"].rows(0, s.horizon)) + found.pop("encode_out.bias")
+    places[1:] = w["action_head.position_embedding.weight"].rows(0, s.horizon).floats() + found.pop("encode_out.bias")
     return {**found, "places": places}
 
 
@@ -205,21 +204,10 @@ def check_shape(s: Shape) -> None:
         ) from error
 
 
-def packed(s: Shape, w: Weights, slot: int, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
-    """What `write_tensors` wants for {PACKED}.safetensors: weights in half precision, packed one at a time."""
-    made, plan = layers(s, w, slot), products(s)
-    tiles = {product: tile_for(product, 48) for product in plan.values()}
-    for name, product in plan.items():
-        tile = tiles[product]
-
-        def piece(name: str = name, product: Product = product) -> Iterator[Vector]:
-            with np.errstate(over="ignore"):
-                rounded: Vector = made[name].weight().astype(kind)
-            if not np.isfinite(rounded).all():
-                raise BadRequest(f"--kernels: the weights of {name!r}, folded, are too large for float16; choose --dtype bf16")
-            yield pack(rounded, tiles[product])
-
-        yield f"{name}.weight", (kind, (tile.outputs * tile.inputs,), piece())
+def stored_tensors(s: Shape, w: Weights, slot: int, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
+    """What `write_tensors` wants for {PACKED}.safetensors."""
+    made = layers(s, w, slot)
+    yield from packed(products(s), {name: layer.weight for name, layer in made.items()}, 48, kind)
     for name, numbers in constants(s, w, made).items():
         yield name, (np.float32, numbers.shape, iter([numbers]))
 
@@ -237,17 +225,13 @@ class DitEngine:
         self.kernels = FewRows(
             card, [*self.plan.values()], self.shape.rows, dtype=PRECISIONS[component.dtype], head_width=self.shape.head_width
         )
-        fixed = component.tensors(f"{PACKED}.safetensors")
-        for name, product in self.plan.items():
-            tile = self.kernels.tiles[product]
-            if fixed[f"{name}.weight"].size != tile.outputs * tile.inputs:
-                raise ContractMismatch(f"{self.where}: {name!r} is packed for another tile; export the component again")
+        fixed = stored(component, f"{PACKED}.safetensors", self.kernels, self.plan)
         self.places = rows_on_card(fixed.pop("places"), self.kernels.padded)
         self.fixed = upload(card, fixed)
         made = component.tensors(f"{PACKED}.{len(modulation)}.safetensors")
         kinds = {name: time_bias.dtype if name.endswith(".late") else numbers.dtype for name, numbers in made.items()}
         self.steps = [upload(card, {name: made[name][k].astype(kinds[name]) for name in made}) for k in range(len(modulation))]
-        self.about = {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
+        self.about = about(component, card)
         self._asked: DitBound | None = None  # of the last call
 
     def bind(self, shapes: Mapping[str, Sequence[int]]) -> DitBound:
@@ -347,8 +331,3 @@ class DitBound:
     def close(self) -> None:
         """Give the buffers back."""
         self.space.close()
-
-
-def _float(tensor: Stored) -> Array:
-    numbers: Array = tensor.read().astype(np.float32)
-    return numbers

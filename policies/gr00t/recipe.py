@@ -207,7 +207,7 @@ def _kernels_form(a: Architecture, w: Weights, dtype: str, batch: int) -> dit.Sh
 
 def _write_kernels(stage: Stage, a: Architecture, form: dit.Shape, w: Weights, slot: int, dtype: str, steps: Sequence[int]) -> None:
     kind = NUMPY[PRECISIONS[dtype]]
-    write_tensors(stage.file("action", f"{dit.PACKED}.safetensors"), dict(dit.packed(form, w, slot, kind)))
+    write_tensors(stage.file("action", f"{dit.PACKED}.safetensors"), dict(dit.stored_tensors(form, w, slot, kind)))
     made = dit.layers(form, w, slot)
     for n in steps:
         tables = dit.step_constants(form, made, adanorm_modulation(a, w, n), action_time_bias(a, w, n, slot))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from vla_eval.engines.weights import Tensor, Weights
+from vla_eval.engines.weights import Weights
 
 from .configuration import FREQUENCIES, Architecture
 
@@ -38,7 +38,7 @@ def action_time_bias(a: Architecture, w: Weights, steps: int, slot: int) -> Arra
     encoder = w.under("action_head.action_encoder")
     lower = encoder["W2.W"].row(slot).rows(a.width, 2 * a.width)  # [W, W], in first
     waves = _sin_cos(np.array(buckets(steps, a.buckets), np.float32), a.width)
-    return waves @ _float(lower) + _float(encoder["W2.b"].row(slot))
+    return waves @ lower.floats() + encoder["W2.b"].row(slot).floats()
 
 
 def _cos_sin(times: Array) -> Array:
@@ -56,14 +56,9 @@ def _sin_cos(times: Array, width: int) -> Array:
 
 
 def _linear(x: Array, w: Weights, name: str) -> Array:
-    return x @ _float(w[f"{name}.weight"]).T + _float(w[f"{name}.bias"])
+    return x @ w[f"{name}.weight"].floats().T + w[f"{name}.bias"].floats()
 
 
 def _silu(x: Array) -> Array:
     activated: Array = x / (1 + np.exp(-x))
     return activated
-
-
-def _float(tensor: Tensor) -> Array:
-    numbers: Array = tensor.read().astype(np.float32)
-    return numbers

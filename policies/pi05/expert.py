@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import WIDEST, FewRows, Product, Tile, pack, padded, rows_on_card, tile_for
+from vla_eval.engines.few_rows import WIDEST, FewRows, Product, interleaved, padded, rows_on_card, tile_for
 from vla_eval.engines.graph import NUMPY, PRECISIONS
-from vla_eval.engines.weights import Tensor as Stored
 from vla_eval.engines.weights import Weights
-from vla_eval.types import BadRequest, ContractMismatch, Vector
+from vla_eval.types import BadRequest, Vector
 
-from ..workspace import Workspace, upload
+from ..workspace import Workspace, about, packed, stored, upload
 from .configuration import EXPERT, Geometry
 
 Array = NDArray[np.float32]
@@ -68,7 +67,7 @@ def layers(s: Shape, w: Weights) -> dict[str, Callable[[], Array]]:
 
     def plain(i: int, *parts: str) -> Callable[[], Array]:
         layer = w.under(EXPERT).under("layers").under(i)
-        return lambda: np.concatenate([_float(layer[f"{part}.weight"]) for part in parts])
+        return lambda: np.concatenate([layer[f"{part}.weight"].floats() for part in parts])
 
     found = {}
     for i in range(s.layers):
@@ -83,8 +82,8 @@ def projections(w: Weights) -> dict[str, Array]:
     """Both projections in float32: the first as [K, N], the second as [N, K]."""
     given, asked = w.under("action_in_proj"), w.under("action_out_proj")
     return {
-        "project_in.weight": np.ascontiguousarray(_float(given["weight"]).T), "project_in.bias": _float(given["bias"]),
-        "project_out.weight": _float(asked["weight"]), "project_out.bias": _float(asked["bias"]),
+        "project_in.weight": np.ascontiguousarray(given["weight"].floats().T), "project_in.bias": given["bias"].floats(),
+        "project_out.weight": asked["weight"].floats(), "project_out.bias": asked["bias"].floats(),
     }  # fmt: skip
 
 
@@ -144,26 +143,9 @@ def check_shape(s: Shape) -> None:
         raise BadRequest(f"--kernels: they take widths and heads in multiples of 64, up to {WIDEST} and 16 actions ({error})") from error
 
 
-def interleaved(tile: Tile) -> NDArray[np.int64]:
-    """Which row of (gate, up) stands where, so that who finishes an output has both: halves of each block's share."""
-    share, half = 64 // tile.cluster, 64 // tile.cluster // 2
-    place = np.arange(tile.outputs)
-    block, within = np.divmod(place, share)
-    found: NDArray[np.int64] = block * half + within % half + np.where(within < half, 0, tile.outputs // 2)
-    return found
-
-
-def stored(s: Shape, w: Weights, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
-    """What `write_tensors` wants for {PACKED}.safetensors: weights in half precision, packed one at a time."""
-    made, plan = layers(s, w), products(s)
-    for name, product in plan.items():
-        tile = tile_for(product, 16)
-
-        def piece(name: str = name, tile: Tile = tile) -> Iterator[Vector]:
-            weight: Vector = made[name]().astype(kind)
-            yield pack(weight[interleaved(tile)] if tile.product.out == "GATE_UP" else weight, tile)
-
-        yield f"{name}.weight", (kind, (tile.outputs * tile.inputs,), piece())
+def stored_tensors(s: Shape, w: Weights, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
+    """What `write_tensors` wants for {PACKED}.safetensors."""
+    yield from packed(products(s), layers(s, w), 16, kind)
     for name, numbers in projections(w).items():
         yield name, (np.float32, numbers.shape, iter([numbers]))
 
@@ -180,13 +162,8 @@ class ExpertEngine:
         self._shifted = {name: Product(p.inputs, p.outputs) for name, p in self.plan.items() if p.norm == "RMS"}  # of shifts, not of rows
         every = [*self.plan.values(), *self._shifted.values()]
         self.kernels = FewRows(card, every, s.horizon, dtype=PRECISIONS[component.dtype], head_width=s.head_width)
-        fixed = component.tensors(f"{PACKED}.safetensors")
-        for name, product in self.plan.items():
-            tile = self.kernels.tiles[product]
-            if fixed[f"{name}.weight"].size != tile.outputs * tile.inputs:
-                raise ContractMismatch(f"{self.where}: {name!r} is packed for another tile; export the component again")
-        self.fixed = upload(card, fixed)
-        self.about = {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
+        self.fixed = upload(card, stored(component, f"{PACKED}.safetensors", self.kernels, self.plan))
+        self.about = about(component, card)
         self._asked: tuple[ExpertBound, list[dict[str, Buffer]]] | None = None  # of the last call
 
     def prepare(self, modulation: Sequence[Array]) -> list[dict[str, Buffer]]:
@@ -200,17 +177,18 @@ class ExpertEngine:
         space.rows("shifts", self.shape.width, kind)
         for name, product in self._shifted.items():
             tile, real = self.kernels.tiles[product], self.kernels.tiles[self.plan[name]]
-            assert (tile.cluster, tile.steps) == (real.cluster, real.steps)
-            space.rows("made", product.outputs, "float32")
+            assert (tile.cluster, tile.steps) == (real.cluster, real.steps)  # so both read the weights as they are packed
+            if (into := f"made {product.outputs}") not in space.buffers:
+                space.rows(into, product.outputs, "float32")
             for first in range(0, len(found), r):
                 some = found[first : first + r]
                 shifts = np.stack([vectors.pop(f"{name}.shift") for vectors in some]).astype(NUMPY[kind])
                 self.card.upload(rows_on_card(shifts, r), space.buffers["shifts"])
                 self.card.wait()
-                space.product(name, [self.fixed], "shifts", eps=0.0, wide="made", rows=len(some))
-                made = space.buffers["made"].to_host().transpose(1, 0, 2).reshape(r, -1)
+                space.product(name, [self.fixed], "shifts", eps=0.0, wide=into, rows=len(some))
+                made = space.buffers[into].to_host().transpose(1, 0, 2).reshape(r, -1)
                 for vectors, numbers in zip(some, made, strict=False):
-                    if product.outputs == self.plan[name].outputs and self.plan[name].out == "GATE_UP":
+                    if real.product.out == "GATE_UP":
                         halves = np.empty_like(numbers)
                         halves[interleaved(real)] = numbers
                         vectors[f"{name}.bias"], vectors[f"{name}.lost"] = np.split(halves, 2)
@@ -301,8 +279,3 @@ class ExpertBound:
     def close(self) -> None:
         """Give the buffers back."""
         self.space.close()
-
-
-def _float(tensor: Stored) -> Array:
-    numbers: Array = tensor.read().astype(np.float32)
-    return numbers

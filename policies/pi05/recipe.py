@@ -147,7 +147,7 @@ def recipe(
                 extra = {"hoisted_adarms_cond": sizes.hoisted, "action_horizon": sizes.horizon, "num_adarms_sites": g.sites}
                 if form is not None:
                     extra["expert"] = asdict(form)
-                    entries = dict(expert.stored(form, stored.weights, NUMPY[PRECISIONS[dtype]]))
+                    entries = dict(expert.stored_tensors(form, stored.weights, NUMPY[PRECISIONS[dtype]]))
                     write_tensors(stage.file(component, f"{expert.PACKED}.safetensors"), entries)
             if component == "cond":
                 extra = {"max_denoise_steps": max_steps, "num_adarms_sites": g.sites, "modulation_dim": 3 * g.expert.width}

@@ -5,9 +5,9 @@ pytest -m gpu tests/gpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,15 @@ import pytest
 from numpy.typing import NDArray
 
 from vla_eval.engines import few_rows
-from vla_eval.engines.bundle import Bundle
+from vla_eval.engines.bundle import Bundle, open_bundle
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.few_rows import COPIES, SQUARE_UNIT, SUM_UNIT, FewRows, Product, pack, rows_on_card
 from vla_eval.engines.trt_build import build_component
 from vla_eval.policies.gr00t import dit
-from vla_eval.policies.gr00t import synthetic as gr00t_synthetic
-from vla_eval.policies.gr00t.recipe import recipe as gr00t
 from vla_eval.policies.gr00t.runtime import Gr00tRuntime
 from vla_eval.policies.gr00t.runtime import Inputs as Gr00tInputs
 from vla_eval.policies.pi05 import expert
-from vla_eval.policies.pi05 import synthetic as pi05_synthetic
-from vla_eval.policies.pi05.configuration import RELEASED, Tower
-from vla_eval.policies.pi05.recipe import recipe as pi05
+from vla_eval.policies.pi05.configuration import RELEASED
 from vla_eval.policies.pi05.runtime import Inputs as Pi05Inputs
 from vla_eval.policies.pi05.runtime import Pi05Runtime
 
@@ -77,7 +73,6 @@ def test_a_product_gives_what_numpy_gives(card: Card, product: Product, rows: in
     tile, rng = made.tiles[product], np.random.default_rng(0)
     n = product.outputs // 2 if product.out == "GATE_UP" else product.outputs
     weight = (rng.standard_normal((product.outputs, product.inputs)) / np.sqrt(product.inputs)).astype(np.float16)
-    order = expert.interleaved(tile) if product.out == "GATE_UP" else np.arange(product.outputs)
     x = (rng.standard_normal((rows, product.inputs)) * 2 + 1).astype(np.float32)
     scale = rng.uniform(0.5, 1.5, product.inputs).astype(np.float32)
     vectors = {name: rng.standard_normal(tile.outputs).astype(np.float32) for name in ("bias", "lost", "gate")}
@@ -91,7 +86,7 @@ def test_a_product_gives_what_numpy_gives(card: Card, product: Product, rows: in
     )
     told = card.load(np.zeros((COPIES, made.padded, 2), np.int64))
     values: dict[str, Any] = {
-        "weight": card.load(pack(weight[order], tile)), "rows_in": card.load(rows_on_card(padded, made.padded)),
+        "weight": card.load(pack(weight, tile)), "rows_in": card.load(rows_on_card(padded, made.padded)),
         "bias": card.load(vectors["bias"]), "eps": 1e-5, "first": 1 if product.out in ("SILU", "VELOCITY") else 0, "wide": wide,
     }  # fmt: skip
     known: dict[str, Any] = {"bias": vectors["bias"][: product.outputs], "eps": 1e-5, "first": values["first"]}
@@ -165,32 +160,17 @@ def test_attention_over_shared_keys_gives_what_numpy_gives(card: Card, keys: int
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], Bundle]]:
-    """A small bundle whose loop is wide enough for the kernels: by model and precision, float32 for ONNX Runtime."""
-    home, patch = tmp_path_factory.mktemp("kernels"), pytest.MonkeyPatch()
-    tiny = gr00t_synthetic.TINY
-    patch.setattr(gr00t_synthetic, "TINY", replace(tiny, hidden=128, dit_heads=8, dit_head_dim=48, dit_layers=4))
-    small = replace(pi05_synthetic.TINY, prefix=Tower(128, 2, 192, 4, 1, 64), expert=Tower(128, 2, 192, 4, 1, 64))
-    patch.setattr(pi05_synthetic, "TINY", small)
+def bundles(wide: Callable[[str, Any], Path]) -> Callable[[str, str], Bundle]:
+    """By model and precision, with plans where it is not float32."""
 
     @cache
-    def made(model: str, dtype: Any) -> Bundle:
-        checkpoint, out = home / model, home / f"{model}-{dtype}"
-        options: dict[str, Any] = {"dtype": dtype, "kernels": dtype != "fp32", "geometry": checkpoint / "geometry.json"}
-        if model == "gr00t":
-            if not checkpoint.exists():
-                gr00t_synthetic.synth(checkpoint)
-            bundle = gr00t(checkpoint, out, embodiment="libero_sim", **options)
-        else:
-            if not checkpoint.exists():
-                pi05_synthetic.synth(checkpoint)
-            bundle = pi05(checkpoint, out, policy_config="pi05_libero", **options)
+    def made(model: str, dtype: str) -> Bundle:
+        bundle = open_bundle(wide(model, dtype))
         for component in bundle.components.values() if dtype != "fp32" else ():
             build_component(component)
         return bundle
 
-    yield made
-    patch.undo()
+    return made
 
 
 def answers(model: str, bundle: Bundle, **options: Any) -> Array:

@@ -101,11 +101,22 @@ def tile_for(product: Product, rows: int) -> Tile:
 
 
 def pack(weight: Vector, tile: Tile) -> Vector:
-    """[N, K] in the order in which blocks read it: by tile, slice of K, arrival, eights of K, output. Padding is zero."""
+    """[N, K] in the order in which blocks read it: by tile, slice of K, arrival, eights of K, output. Padding is zero.
+
+    Of GATE_UP the rows are those of the gate, then those of up.
+    """
     whole = np.zeros((tile.outputs, tile.inputs), weight.dtype)
-    whole[: weight.shape[0], : weight.shape[1]] = weight
+    whole[: weight.shape[0], : weight.shape[1]] = weight[interleaved(tile)] if tile.product.out == "GATE_UP" else weight
     cut = whole.reshape(tile.outputs // 64, 64, tile.cluster, -1, 2 * tile.steps, 8)
     return np.ascontiguousarray(cut.transpose(0, 2, 3, 4, 1, 5)).reshape(-1)
+
+
+def interleaved(tile: Tile) -> NDArray[np.int64]:
+    """Which row of (gate, up) stands where, so that who finishes an output has both: halves of each block's share."""
+    share, half = 64 // tile.cluster, 64 // tile.cluster // 2
+    block, within = np.divmod(np.arange(tile.outputs), share)
+    found: NDArray[np.int64] = block * half + within % half + np.where(within < half, 0, tile.outputs // 2)
+    return found
 
 
 def rows_on_card(x: Vector, rows: int) -> Vector:

@@ -14,6 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from ..types import BadRequest, Progress, Vector
 
@@ -49,6 +50,11 @@ class Tensor:
         self.seen.add(self.name.partition("|")[0])
         array = self._bytes(0, math.prod(self.shape))
         return (array if self.change is None else self.change(array)).reshape(self.shape)
+
+    def floats(self) -> NDArray[np.float32]:
+        """The numbers as float32, whatever the file's type is."""
+        numbers: NDArray[np.float32] = self.read().astype(np.float32)
+        return numbers
 
     def row(self, index: int) -> Tensor:
         """One entry of the first axis; only its bytes are read."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from vla_eval.engines.weights import Checkpoint, open_checkpoint
+from vla_eval.policies.gr00t.configuration import PREFIXES, Architecture, read_architecture, read_geometry
 from vla_eval.policies.gr00t.recipe import recipe
 
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -28,3 +32,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return out
 
     return exported
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return open_checkpoint(GOLDEN / "checkpoint", PREFIXES)
+
+
+@pytest.fixture(scope="module")
+def architecture(checkpoint: Checkpoint) -> Architecture:
+    return read_architecture(checkpoint, read_geometry(GOLDEN / "geometry.json"))
+
+
+@pytest.fixture(scope="module")
+def golden() -> Mapping[str, NDArray[Any]]:
+    with np.load(GOLDEN / "reference.npz") as file:
+        return dict(file)

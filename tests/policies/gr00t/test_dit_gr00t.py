@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from vla_eval.engines import few_rows
 from vla_eval.engines.bundle import open_bundle
 from vla_eval.engines.few_rows import Product, pack, rows_on_card, tile_for
-from vla_eval.engines.weights import Checkpoint, open_checkpoint
-from vla_eval.policies.gr00t import dit, synthetic, tables
-from vla_eval.policies.gr00t.configuration import PREFIXES, Architecture, read_architecture, read_geometry
+from vla_eval.engines.weights import Checkpoint
+from vla_eval.policies.gr00t import dit, tables
+from vla_eval.policies.gr00t.configuration import Architecture
 from vla_eval.policies.gr00t.recipe import recipe
 from vla_eval.policies.gr00t.runtime import Gr00tRuntime, Inputs
 from vla_eval.policies.gr00t.synthetic import FULL
@@ -26,6 +26,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "gr00t_tiny"
 BOUND = 2e-5  # of the velocity's largest number: the goldens' own recommendation
 SLOT = 19
 Array = NDArray[Any]
+Wide = Callable[[str, str], Path]
 
 
 class InNumpy:
@@ -73,22 +74,6 @@ class InNumpy:
         else:
             k, v, mask = asked[:, w : 2 * w], asked[:, 2 * w :], None
         self.buffers["seen"] = few_rows.attention(asked[:, :w], k, v, self.s.heads, mask)
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(GOLDEN / "checkpoint", PREFIXES)
-
-
-@pytest.fixture(scope="module")
-def architecture(checkpoint: Checkpoint) -> Architecture:
-    return read_architecture(checkpoint, read_geometry(GOLDEN / "geometry.json"))
-
-
-@pytest.fixture(scope="module")
-def golden() -> Mapping[str, Array]:
-    with np.load(GOLDEN / "reference.npz") as arrays:
-        return dict(arrays)
 
 
 def velocities(
@@ -203,24 +188,6 @@ def test_the_released_network_is_taken() -> None:
         dit.check_shape(replace(s, horizon=50))
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A small bundle whose loop is wide enough for the kernels."""
-    home = tmp_path_factory.mktemp("wide")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "TINY", replace(synthetic.TINY, hidden=128, dit_heads=8, dit_head_dim=48, dit_layers=4))
-        synthetic.synth(home / "checkpoint")
-
-    def made(dtype: Any) -> Path:
-        out: Path = home / dtype
-        if not out.exists():
-            geometry, kernels = home / "checkpoint/geometry.json", dtype != "fp32"
-            recipe(home / "checkpoint", out, embodiment="libero_sim", dtype=dtype, kernels=kernels, geometry=geometry)
-        return out
-
-    return made
-
-
 def chunks(bundle: Path, **options: Any) -> Array:
     """Of requests of two lengths: the first plain, the second captured, the third replayed."""
     runtime, found = Gr00tRuntime(open_bundle(bundle), **options), []
@@ -235,22 +202,22 @@ def chunks(bundle: Path, **options: Any) -> Array:
     return np.stack(found)
 
 
-def test_a_request_with_the_kernels_gives_float32s_chunk(wide: Callable[[str], Path], emulated: Any) -> None:
+def test_a_request_with_the_kernels_gives_float32s_chunk(wide: Wide, emulated: Any) -> None:
     """Everything but the kernels' own code: packed weights, buffers, order, captured and replayed."""
     card, plans = emulated
-    plans(open_bundle(wide("fp16")))
-    (plan,) = (wide("fp16") / "action").glob("*.engine")
+    plans(open_bundle(wide("gr00t", "fp16")))
+    (plan,) = (wide("gr00t", "fp16") / "action").glob("*.engine")
     plan.unlink()  # the kernels stand in its place
-    ours, wanted = chunks(wide("fp16"), backend="tensorrt"), chunks(wide("fp32"), backend="onnxruntime")
+    ours, wanted = chunks(wide("gr00t", "fp16"), backend="tensorrt"), chunks(wide("gr00t", "fp32"), backend="onnxruntime")
     assert card.replays == 2
     assert worst(ours, wanted) < 1e-2  # half precision, four steps
 
 
-def test_a_loop_that_cannot_run_is_refused(wide: Callable[[str], Path], emulated: Any) -> None:
+def test_a_loop_that_cannot_run_is_refused(wide: Wide, emulated: Any) -> None:
     with pytest.raises(BadRequest, match="loop=kernels cannot run: they run on a GPU"):
-        Gr00tRuntime(open_bundle(wide("fp16")), backend="onnxruntime", loop="kernels")
-    emulated[1](open_bundle(wide("fp32")))
+        Gr00tRuntime(open_bundle(wide("gr00t", "fp16")), backend="onnxruntime", loop="kernels")
+    emulated[1](open_bundle(wide("gr00t", "fp32")))
     with pytest.raises(BadRequest, match="exported without --kernels"):
-        Gr00tRuntime(open_bundle(wide("fp32")), backend="tensorrt", loop="kernels")
+        Gr00tRuntime(open_bundle(wide("gr00t", "fp32")), backend="tensorrt", loop="kernels")
     with pytest.raises(BadRequest, match="unknown loop 'fast'"):
-        Gr00tRuntime(open_bundle(wide("fp32")), loop="fast")
+        Gr00tRuntime(open_bundle(wide("gr00t", "fp32")), loop="fast")

@@ -16,9 +16,9 @@ from vla_eval.engines import blocks
 from vla_eval.engines.blocks import Rope
 from vla_eval.engines.graph import Axis, DType, Graph, Stored, Value
 from vla_eval.engines.onnx_pen import OnnxPen
-from vla_eval.engines.weights import Checkpoint, Weights, open_checkpoint
+from vla_eval.engines.weights import Checkpoint, Weights
 from vla_eval.policies.gr00t import network, tables
-from vla_eval.policies.gr00t.configuration import PREFIXES, TEXT, Architecture, read_architecture, read_geometry
+from vla_eval.policies.gr00t.configuration import TEXT, Architecture
 from vla_eval.policies.gr00t.processor import Layout, vision_tables
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "gr00t_tiny"
@@ -44,22 +44,6 @@ COMPARED = {
         "step.velocity",
     ],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint() -> Checkpoint:
-    return open_checkpoint(GOLDEN / "checkpoint", PREFIXES)
-
-
-@pytest.fixture(scope="module")
-def architecture(checkpoint: Checkpoint) -> Architecture:
-    return read_architecture(checkpoint, read_geometry(GOLDEN / "geometry.json"))
-
-
-@pytest.fixture(scope="module")
-def golden() -> Mapping[str, Array]:
-    with np.load(GOLDEN / "reference.npz") as file:
-        return dict(file)
 
 
 def drawn(folder: Path, component: str, a: Architecture, w: Weights, slot: int = SLOT) -> Run:

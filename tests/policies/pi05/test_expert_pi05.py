@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from vla_eval.engines import few_rows
 from vla_eval.engines.bundle import open_bundle
 from vla_eval.engines.few_rows import tile_for
 from vla_eval.engines.weights import open_checkpoint
-from vla_eval.policies.pi05 import expert, synthetic
-from vla_eval.policies.pi05.configuration import PREFIXES, RELEASED, Tower, read_geometry
+from vla_eval.policies.pi05 import expert
+from vla_eval.policies.pi05.configuration import PREFIXES, RELEASED, read_geometry
 from vla_eval.policies.pi05.processor import rotary
 from vla_eval.policies.pi05.recipe import recipe
 from vla_eval.policies.pi05.runtime import Inputs, Pi05Runtime
@@ -26,6 +25,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "pi05_tiny"
 BOUND = 2e-5  # of the velocity's largest number: the goldens' own recommendation
 Array = NDArray[Any]
 Vectors = dict[str, Array]
+Wide = Callable[[str, str], Path]
 
 
 class InNumpy:
@@ -140,7 +140,7 @@ def test_every_product_of_the_released_model_has_a_tile_that_fits_the_card() -> 
 
 def test_who_finishes_an_output_has_gate_and_up_of_it() -> None:
     tile = tile_for(expert.products(released())["0.up"], 16)
-    order = expert.interleaved(tile)
+    order = few_rows.interleaved(tile)
     assert np.array_equal(np.sort(order), np.arange(tile.outputs))
     share = 64 // tile.cluster
     for start in range(0, tile.outputs, share):
@@ -172,25 +172,6 @@ def test_fifty_actions_are_too_many_for_the_kernels() -> None:
         expert.check_shape(released(50))
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A small bundle whose loop is wide enough for the kernels."""
-    home = tmp_path_factory.mktemp("wide")
-    with pytest.MonkeyPatch.context() as patch:
-        small = replace(synthetic.TINY, prefix=Tower(128, 2, 192, 4, 1, 64), expert=Tower(128, 2, 192, 4, 1, 64))
-        patch.setattr(synthetic, "TINY", small)
-        synthetic.synth(home / "checkpoint")
-
-    def made(dtype: Any) -> Path:
-        out: Path = home / dtype
-        if not out.exists():
-            geometry, kernels = home / "checkpoint/geometry.json", dtype != "fp32"
-            recipe(home / "checkpoint", out, policy_config="pi05_libero", dtype=dtype, kernels=kernels, geometry=geometry)
-        return out
-
-    return made
-
-
 def chunks(bundle: Path, **options: Any) -> Array:
     """Of requests of two lengths: the first plain, the second captured, the third replayed."""
     runtime, found = Pi05Runtime(open_bundle(bundle), **options), []
@@ -202,12 +183,12 @@ def chunks(bundle: Path, **options: Any) -> Array:
     return np.stack(found)
 
 
-def test_a_request_with_the_kernels_gives_float32s_chunk(wide: Callable[[str], Path], emulated: Any) -> None:
+def test_a_request_with_the_kernels_gives_float32s_chunk(wide: Wide, emulated: Any) -> None:
     """Everything but the kernels' own code: packed weights, shifts that went through them, buffers, order, captured and replayed."""
     card, plans = emulated
-    plans(open_bundle(wide("fp16")))
-    (plan,) = (wide("fp16") / "action").glob("*.engine")
+    plans(open_bundle(wide("pi05", "fp16")))
+    (plan,) = (wide("pi05", "fp16") / "action").glob("*.engine")
     plan.unlink()  # the kernels stand in its place
-    ours, wanted = chunks(wide("fp16"), backend="tensorrt"), chunks(wide("fp32"), backend="onnxruntime")
+    ours, wanted = chunks(wide("pi05", "fp16"), backend="tensorrt"), chunks(wide("pi05", "fp32"), backend="onnxruntime")
     assert card.replays == 2
     assert worst(ours, wanted) < 1e-2  # half precision, ten steps
