@@ -26,10 +26,10 @@ class Components:
 
     def __init__(
         self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None,
-        loop: Loop | None = None,
+        loop: Loop | None = None, tables: int = 0,
     ) -> None:  # fmt: skip
-        """Raises BadRequest for a component that is missing or that the backend cannot run."""
-        self.engines = _load([bundle.component(name) for name in names], backend, loop) if engines is None else dict(engines)
+        """`tables`: bytes that the caller puts on a card beside them. Raises BadRequest for a component that cannot be run here."""
+        self.engines = _load([bundle.component(name) for name in names], backend, loop, tables) if engines is None else dict(engines)
         self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self.engines.items()}
         self.about = {name: dict(engine.about) for name, engine in self.engines.items()}
         if (plans := self.plans) is not None and (file := bundle.path / SELFTEST).is_file():
@@ -82,13 +82,14 @@ class Loop:
     component: str
     batch: int
     make: Callable[[Component, Card], Engine]
+    weights: Sequence[str]  # artifacts that they load
 
     def __post_init__(self) -> None:
         if self.said not in LOOPS:
             raise BadRequest(f"unknown loop {self.said!r}; known: {', '.join(LOOPS)}")
 
-    def engine(self, stored: Component, card: Card | None) -> Engine | None:
-        """The kernels on that card, or None for TensorRT's engine. Raises BadRequest where "kernels" cannot run."""
+    def kernels(self, stored: Component, card: Card | None) -> bool:
+        """Whether they run here, and not TensorRT's engine. Raises BadRequest where "kernels" cannot."""
         problems = [
             (card is None, "they run on a GPU with TensorRT plans beside them"),
             (not stored.config["options"].get(KERNELS), "the bundle was exported without --kernels"),
@@ -101,7 +102,7 @@ class Loop:
         why = [what for wrong, what in problems if wrong]
         if self.said == "kernels" and why:
             raise BadRequest(f"{stored.folder.parent}: loop=kernels cannot run: {why[0]}; take --option loop=engine")
-        return None if self.said == "engine" or why or card is None else self.make(stored, card)
+        return self.said != "engine" and not why
 
 
 def check_kernels(dtype: str, batch: int) -> None:
@@ -135,13 +136,19 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
 
 
-def _load(components: Sequence[Component], backend: str, loop: Loop | None) -> dict[str, Engine]:
+def _load(components: Sequence[Component], backend: str, loop: Loop | None, tables: int) -> dict[str, Engine]:
     backend = chosen(components, backend)
-    stepped = [component for component in components if loop is not None and component.name == loop.component]
-    card = Card() if stepped and backend == "tensorrt" else None
-    kernels = {component.name: engine for component in stepped if loop and (engine := loop.engine(component, card)) is not None}
+    card = Card() if backend == "tensorrt" else None
+    ours = {
+        component.name: (component, loop)
+        for component in components
+        if loop and component.name == loop.component and loop.kernels(component, card)
+    }
     if card is None:
         return load_engines(components, backend)
-    from vla_eval.engines.trt_run import load_plans
+    from vla_eval.engines.trt_run import Plans
 
-    return {**load_plans([component for component in components if component.name not in kernels], card), **kernels}
+    packed = sum(component.ahead(*loop.weights) for component, loop in ours.values())
+    plans = Plans([component for component in components if component.name not in ours], card, tables + packed)
+    kernels = {name: loop.make(component, card) for name, (component, loop) in ours.items()}  # while plans are read
+    return {**plans.load(), **kernels}

@@ -115,6 +115,6 @@ def about(component: Component, card: Card) -> dict[str, str]:
 def upload(card: Card, vectors: Mapping[str, Any]) -> dict[str, Buffer]:
     """Arrays on the card, vectors with zeros up to a multiple of 64: tiles read whole."""
     return {
-        name: card.load(np.concatenate([array, np.zeros(-array.size % 64, array.dtype)]) if array.ndim == 1 else array)
+        name: card.load(np.pad(array, (0, -array.size % 64)) if array.ndim == 1 and array.size % 64 else array)
         for name, array in vectors.items()
     }

@@ -17,6 +17,7 @@ from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 from ..components import Buffer, Components, Loop, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
 from .contract import MERGE
+from .dit import PACKED, DitEngine
 from .processor import Layout, prompt_rotary, vision_tables
 
 if TYPE_CHECKING:
@@ -70,11 +71,13 @@ class Gr00tRuntime:
             )
         self.layout = Layout.of(bundle.options["geometry"])
         self.batch = int(bundle.options["batch"])
-        action = bundle.component("action")
-        self._modulation = action.tensors(f"adanorm_modulation.{self.steps}.safetensors")["adanorm_modulation"]
-        self._time_bias = action.tensors(f"action_time_bias.{self.steps}.safetensors")["action_time_bias"]
-        (self._embedding,) = bundle.component("vl_backbone").tensors("embed_tokens.safetensors").values()
-        self._call = Components(bundle, COMPONENTS, backend, engines, Loop(loop, "action", self.batch, self._kernels))
+        action, backbone = bundle.component("action"), bundle.component("vl_backbone")
+        by_step = [f"{name}.{self.steps}.safetensors" for name in ("adanorm_modulation", "action_time_bias")]
+        tables = backbone.ahead("embed_tokens.safetensors") + action.ahead(*by_step)
+        (self._modulation,), (self._time_bias,) = (action.tensors(file).values() for file in by_step)
+        packed = (f"{PACKED}.safetensors", f"{PACKED}.{self.steps}.safetensors")
+        self._call = Components(bundle, COMPONENTS, backend, engines, Loop(loop, "action", self.batch, self._kernels, packed), tables)
+        (self._embedding,) = backbone.tensors("embed_tokens.safetensors").values()
         self.about = self._call.about
         embeds = self._call.spec("vl_backbone", "inputs_embeds")
         self.hidden = most(embeds.shape[2])
@@ -90,8 +93,6 @@ class Gr00tRuntime:
         self._buffers = [Buffer(self.hidden, embeds.dtype) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
 
     def _kernels(self, component: Component, card: Card) -> Engine:
-        from .dit import DitEngine
-
         return DitEngine(component, card, self._modulation, self._time_bias)
 
     def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:

@@ -14,9 +14,9 @@ import pytest
 
 from vla_eval.cli import main
 from vla_eval.engines import trt, trt_build
-from vla_eval.engines.bundle import Bundle, findings, open_bundle
+from vla_eval.engines.bundle import Bundle, Component, findings, open_bundle
 from vla_eval.engines.trt_build import ANY_CARD, build, build_component, plan_file, record_file, record_of
-from vla_eval.engines.trt_run import checked_plan, find_plan
+from vla_eval.engines.trt_run import Plan, find_plan, plan_record
 from vla_eval.policies.gr00t.recipe import recipe
 from vla_eval.types import BadRequest, ContractMismatch, VlaEvalError
 
@@ -176,6 +176,11 @@ def test_a_missing_plan_is_a_sentence_with_what_is_there_and_the_command(graphs:
         find_plan(own.component("action"), "sm90")
 
 
+def taken(component: Component, path: Path) -> Any:
+    """The plan's bytes, as a load takes them."""
+    return Plan.begin(component, path, plan_record(component, path)).take()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "wanted"),
     [
@@ -191,7 +196,7 @@ def test_a_plan_of_something_else_is_refused_before_it_is_opened(own: Bundle, ke
     path = find_plan(component, "sm90")
     record_file(path).write_text(json.dumps({**record_of(path), key: value}))
     with pytest.raises((BadRequest, ContractMismatch), match=wanted):
-        checked_plan(component, path)
+        taken(component, path)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +213,14 @@ def test_a_file_that_is_no_plan_is_named_for_what_it_is(own: Bundle, content: by
     path = find_plan(own.component("action"), "sm90")
     path.write_bytes(content)
     with pytest.raises((BadRequest, ContractMismatch), match=wanted):
-        checked_plan(own.component("action"), path)
+        taken(own.component("action"), path)
 
 
 def test_a_plan_without_a_record_is_refused(own: Bundle) -> None:
     path = find_plan(own.component("action"), "sm90")
     record_file(path).unlink()
     with pytest.raises(BadRequest, match="no record beside it"):
-        checked_plan(own.component("action"), path)
+        taken(own.component("action"), path)
 
 
 def test_the_door_says_which_cards_the_vendor_supports() -> None:

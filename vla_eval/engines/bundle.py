@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from ..types import BadRequest, ContractMismatch, TensorSpec, Vector
 from .graph import PRECISIONS, Axis, Value
+from .reading import Contents, begin, head_of
 from .weights import read_json, read_tensors
 
 CONTRACT_VERSION = 1
@@ -60,6 +62,7 @@ class Component:
     name: str
     folder: Path
     config: Mapping[str, Any]
+    _begun: dict[str, Future[Contents]] = field(default_factory=dict, repr=False, compare=False)  # artifacts that are read ahead
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -88,20 +91,44 @@ class Component:
 
     def file(self, name: str) -> Path:
         """An artifact, its digest checked now. Raises BadRequest if it is missing, ContractMismatch if it is another file."""
+        path, said = self._artifact(name)
+        self._check(path, head_of(path), right=path.stat().st_size == said["bytes"] and file_digest(path) == said["sha256"])
+        return path
+
+    def ahead(self, *names: str) -> int:
+        """Begin to read artifacts that `tensors` will be asked for; how many bytes they are. Raises BadRequest if one is missing."""
+        size = 0
+        for name in names:
+            path, said = self._artifact(name)
+            size += int(said["bytes"])
+            if name not in self._begun:
+                self._begun[name] = begin(path, said["bytes"], said["sha256"])
+        return size
+
+    def tensors(self, name: str) -> dict[str, Vector]:
+        """The arrays of a safetensors artifact, whose bytes were read once and hashed before. Raises as `file` does."""
+        self.ahead(name)
+        path = self.folder / name
+        try:
+            head, data = self._begun.pop(name).result()
+        except OSError as error:
+            raise BadRequest(f"{path} cannot be read ({error.strerror}); copy the bundle again") from error
+        self._check(path, head, right=data is not None)
+        return read_tensors(path, data)
+
+    def _artifact(self, name: str) -> tuple[Path, Mapping[str, Any]]:
         path, said = self.folder / name, self.config["artifacts"].get(name)
         if said is None or not path.is_file():
             raise BadRequest(f"{path} is missing; export the component again: --components {self.name}")
-        if strange := impostor(path):
+        return path, said
+
+    def _check(self, path: Path, head: bytes, *, right: bool) -> None:
+        if strange := impostor(path, head):
             raise ContractMismatch(f"{path} is {strange}; copy the bundle again, or export the component again")
-        if path.stat().st_size != said["bytes"] or file_digest(path) != said["sha256"]:
+        if not right:
             raise ContractMismatch(
                 f"{path} is not the file that was exported (its SHA-256 differs); copy the bundle again or export it again"
             )
-        return path
-
-    def tensors(self, name: str) -> dict[str, Vector]:
-        """The arrays of a safetensors artifact, its digest checked now."""
-        return read_tensors(self.file(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +216,9 @@ def uncovered(bundle: Bundle) -> dict[str, str]:
     return {str(file.relative_to(bundle.path)): file_digest(file) for file in files}
 
 
-def impostor(path: Path) -> str | None:
-    """What a file is that claims to be an engine, a graph or a table and is not: said of the kinds that are met in practice."""
-    with path.open("rb") as file:
-        head = file.read(256).lstrip()
+def impostor(path: Path, head: bytes) -> str | None:
+    """What a file is that claims to be an engine, a graph or a table and is not, by its first bytes: of the kinds that are met."""
+    head = head.lstrip()
     if not head:
         return "an empty file"
     if head.startswith(b"version https://git-lfs"):

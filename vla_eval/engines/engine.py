@@ -57,9 +57,9 @@ def load_engines(components: Iterable[Component], backend: str = "auto") -> dict
     components = list(components)
     if chosen(components, backend) == "tensorrt":
         from .card import Card
-        from .trt_run import load_plans
+        from .trt_run import Plans
 
-        return {**load_plans(components, Card())}
+        return {**Plans(components, Card()).load()}
     from .ort import OrtEngine
 
     return {component.name: OrtEngine(component) for component in components}

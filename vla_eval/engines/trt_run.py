@@ -7,16 +7,21 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..types import BadRequest, ContractMismatch, VlaEvalError
 from . import trt
-from .bundle import Component, digest_of, impostor
+from .bundle import Component, impostor
 from .card import Buffer, Card
 from .engine import Tensor, check_inputs
 from .graph import NUMPY
+from .reading import Contents, begin, head_of
 from .trt_build import ANY_CARD, cache_file, plan_file, record_of, replace_file
 
 _log = logging.getLogger(__name__)
@@ -26,20 +31,17 @@ SHAPES_KEPT = 8  # execution contexts of an engine, and captured requests, kept 
 class TrtEngine:
     """One component's plan, loaded. Its outputs are buffers on the card, valid until the next call with the same shapes."""
 
-    def __init__(self, component: Component, card: Card | None = None) -> None:
-        """Everything that shares a `card` runs in one stream, in order. Not thread-safe.
+    def __init__(self, plan: Plan, card: Card) -> None:
+        """Waits for the plan. Everything that shares a `card` runs in one stream, in order. Not thread-safe.
 
-        Raises BadRequest, with the command that mends it, for a plan that is missing, of another card or version, or no plan at all;
-        ContractMismatch for one of another export; VlaEvalError where there is no room for it.
+        Raises as `Plan.take` does, ContractMismatch for a plan with other tensors, VlaEvalError where there is no room for it.
         """
+        component = plan.component
         self.where, self.component = str(component.folder), component
         self.inputs, self.outputs = component.inputs, component.outputs
-        self.card = card or Card()
-        flavour = trt.door()
-        self.plan = find_plan(component, self.card.sm)
-        data = checked_plan(component, self.plan)
+        self.card, self.plan, flavour = card, plan.path, trt.door()
         self._runtime = flavour.api.Runtime(trt.logger())
-        self._engine = self._runtime.deserialize_cuda_engine(data)
+        self._engine = self._runtime.deserialize_cuda_engine(plan.take())
         if self._engine is None:
             raise VlaEvalError(f"{self.plan}: TensorRT cannot load it ({trt.complaint()}); build it again: {rebuild(component)}")
         self._check()
@@ -48,7 +50,7 @@ class TrtEngine:
         self._bound: OrderedDict[tuple[tuple[str, tuple[int, ...]], ...], Bound] = OrderedDict()
         self.about = {
             "backend": flavour.name, "version": flavour.version, "device": f"{self.card.name} ({self.card.sm})", "dtype": component.dtype,
-            "support": flavour.supports(self.card.sm), "plan": self.plan.name, "plan_sha256": str(record_of(self.plan)["sha256"]),
+            "support": flavour.supports(self.card.sm), "plan": self.plan.name, "plan_sha256": str(plan.record["sha256"]),
         }  # fmt: skip
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
@@ -114,23 +116,39 @@ class TrtEngine:
             )
 
 
-def load_plans(components: Sequence[Component], card: Card) -> dict[str, TrtEngine]:
-    """Every component's plan on the card, with room for a request of the largest shape made sure before the first is loaded.
+class Plans:
+    """The plans of components, which threads read and hash from the start; `load` brings them on the card."""
 
-    Raises as TrtEngine does, and VlaEvalError, saying what needs how much, where the card has too little left.
-    """
-    plans = {component.name: find_plan(component, card.sm) for component in components}
-    files = [told for component in components for name, told in component.config["artifacts"].items() if name.endswith(".safetensors")]
-    needs = {
-        "plans": sum(plan.stat().st_size for plan in plans.values()), "tables": sum(int(told["bytes"]) for told in files),
-        "scratch": sum(int(record_of(plan).get("scratch_bytes", 0)) for plan in plans.values()), "tensors": tensor_bytes(components),
-    }  # fmt: skip
-    _check_room(components, card, needs)
-    loaded = {component.name: TrtEngine(component, card) for component in components}
-    scratch = sum(plan.device_bytes() for plan in loaded.values())
-    if scratch > needs["scratch"]:  # a plan that was built where no card could say how much it wants
-        _check_room(components, card, {**needs, "plans": 0, "scratch": scratch})
-    return loaded
+    def __init__(self, components: Sequence[Component], card: Card, tables: int = 0) -> None:
+        """Makes sure first that they have room beside a request of the largest shape and `tables`, bytes that the caller loads himself.
+
+        Raises BadRequest, with the command that mends it, for a plan that is missing, of another card or version, or no plan at all;
+        ContractMismatch for one of another export; VlaEvalError, saying what needs how much, where the card has too little left.
+        """
+        self._components, self._card, self._allocated = components, card, card.allocated
+        found = [(component, path, plan_record(component, path)) for component in components for path in (find_plan(component, card.sm),)]
+        self._needs = {
+            "plans": sum(path.stat().st_size for _, path, _ in found), "tables": tables,
+            "scratch": sum(int(record.get("scratch_bytes", 0)) for _, _, record in found), "tensors": tensor_bytes(components),
+        }  # fmt: skip
+        _check_room(components, card, self._needs)
+        self._plans = [Plan.begin(*plan) for plan in found]
+
+    def load(self) -> dict[str, TrtEngine]:
+        """Every component's engine: what is read first comes first. To be called once.
+
+        Raises as TrtEngine does, and VlaEvalError where scratch memory that no record told of has no room.
+        """
+        waiting, loaded = {plan.contents: plan for plan in self._plans}, dict[str, TrtEngine]()
+        self._plans = []
+        for contents in as_completed(list(waiting)):
+            plan = waiting.pop(contents)  # its bytes go with it
+            loaded[plan.component.name] = TrtEngine(plan, self._card)
+        scratch = sum(engine.device_bytes() for engine in loaded.values())
+        if scratch > self._needs["scratch"]:  # a plan that was built where no card could say how much it wants
+            tables = max(self._needs["tables"] - (self._card.allocated - self._allocated), 0)  # that are still to come
+            _check_room(self._components, self._card, {**self._needs, "plans": 0, "tables": tables, "scratch": scratch})
+        return {component.name: loaded[component.name] for component in self._components}
 
 
 def tensor_bytes(components: Sequence[Component]) -> int:
@@ -282,7 +300,7 @@ class _Ready(Generic[B]):
         self.body.close()
 
 
-def find_plan(component: Component, sm: str) -> Any:
+def find_plan(component: Component, sm: str) -> Path:
     """The plan of a component for this card and this TensorRT. Raises BadRequest with what there is instead, and the command."""
     wanted = [plan_file(component, sm), *([plan_file(component, ANY_CARD)] if trt.door().name == "tensorrt_rtx" else [])]
     for path in wanted:
@@ -293,13 +311,41 @@ def find_plan(component: Component, sm: str) -> Any:
     raise BadRequest(f"{component.folder} has no plan for {trt.door().short} on {sm}: {has}; build it: {rebuild(component)}")
 
 
-def checked_plan(component: Component, path: Any) -> bytes:
-    """The bytes of a plan that is what its record says, of this export, version and card. Raises BadRequest or ContractMismatch."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A component's plan that is being read."""
+
+    component: Component
+    path: Path
+    record: Mapping[str, Any]
+    contents: Future[Contents]
+
+    @classmethod
+    def begin(cls, component: Component, path: Path, record: Mapping[str, Any]) -> Plan:
+        """Read it from now on, in threads."""
+        return cls(component, path, record, begin(path, record["bytes"], record["sha256"]))
+
+    def take(self) -> NDArray[np.uint8]:
+        """Its bytes, which are what the record says. Raises BadRequest for what is no plan, ContractMismatch for another one."""
+        again = f"build it again: {rebuild(self.component)}"
+        try:
+            head, data = self.contents.result()
+        except OSError as error:
+            raise BadRequest(f"{self.path} cannot be read ({error.strerror}); {again}") from error
+        if strange := impostor(self.path, head):
+            raise BadRequest(f"{self.path} is {strange}; or {again}")
+        if data is None:
+            raise ContractMismatch(f"{self.path} is not the plan that was built (its SHA-256 differs); {again}")
+        return data
+
+
+def plan_record(component: Component, path: Path) -> dict[str, Any]:
+    """The record of a plan, which is of this export and version. Raises BadRequest or ContractMismatch."""
     again = f"build it again: {rebuild(component)}"
-    if strange := impostor(path):
-        raise BadRequest(f"{path} is {strange}; or {again}")
     said, flavour = record_of(path), trt.door()
-    if not said:
+    if not isinstance(said.get("bytes"), int) or not isinstance(said.get("sha256"), str):
+        if strange := impostor(path, head_of(path)):
+            raise BadRequest(f"{path} is {strange}; or {again}")
         raise BadRequest(f"{path} has no record beside it that says what it was built from; {again}")
     if (said.get("flavour"), said.get("version")) != (flavour.name, flavour.version):
         raise BadRequest(
@@ -309,10 +355,7 @@ def checked_plan(component: Component, path: Any) -> bytes:
         raise ContractMismatch(f"{path} is of export {said.get('export_id')}, the bundle of {component.config['export_id']}; {again}")
     if said.get("optimization_profile") != component.config["optimization_profile"]:
         raise ContractMismatch(f"{path} was built for another optimization_profile than config.json has; {again}")
-    data: bytes = path.read_bytes()
-    if digest_of(data) != said.get("sha256"):
-        raise ContractMismatch(f"{path} is not the plan that was built (its SHA-256 differs); {again}")
-    return data
+    return said
 
 
 def rebuild(component: Component) -> str:

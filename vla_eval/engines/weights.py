@@ -45,6 +45,11 @@ class Tensor:
     heard: list[Callable[[int], None]] = field(repr=False, compare=False)  # of its checkpoint: who is told how many bytes were read
     change: Callable[[Vector], Vector] | None = field(default=None, compare=False)
 
+    @property
+    def bytes(self) -> int:
+        """In the file."""
+        return int(math.prod(self.shape) * np.dtype(self.dtype).itemsize)
+
     def read(self) -> Vector:
         """The numbers, in the file's type."""
         self.seen.add(self.name.partition("|")[0])
@@ -156,7 +161,7 @@ class Checkpoint:
 
     def followed(self, progress: Progress, times: int) -> Followed:
         """Tells `progress` from now on how far work is that reads the whole checkpoint so many times."""
-        size = sum(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize for tensor in self.tensors.values())
+        size = sum(tensor.bytes for tensor in self.tensors.values())
         reading = Followed(progress, times * size)
         self.heard.append(reading.read)
         return reading
@@ -209,9 +214,15 @@ def token_table(checkpoint: Checkpoint, *names: str) -> Tensor:
     return first
 
 
-def read_tensors(file: Path) -> dict[str, Vector]:
-    """Every array of one safetensors file. Raises BadRequest as `open_checkpoint` does."""
-    return {tensor.name: tensor.read() for tensor in _header(file, set(), [], hashlib.sha256())}
+def read_tensors(file: Path, data: NDArray[np.uint8] | None = None) -> dict[str, Vector]:
+    """Every array of one safetensors file, as parts of one piece of memory: `data`, where its bytes are read already.
+
+    Raises BadRequest as `open_checkpoint` does.
+    """
+    whole: NDArray[np.uint8] = np.fromfile(file, np.uint8) if data is None else data
+    length = _header_length(file, whole[:8].tobytes(), whole.size)
+    tensors = _entries(file, whole[8 : 8 + length].tobytes(), whole.size, set(), [])
+    return {t.name: whole[t.offset : t.offset + t.bytes].view(t.dtype).reshape(t.shape) for t in tensors}
 
 
 def write_tensors(file: Path, entries: Mapping[str, tuple[Any, Sequence[int], Iterable[Vector]]]) -> None:
@@ -264,30 +275,42 @@ def _shards(folder: Path) -> list[Path]:
 def _header(file: Path, seen: set[str], heard: list[Callable[[int], None]], digest: Any) -> list[Tensor]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        head = stream.read(8)
-        length = int.from_bytes(head, "little")
-        if head.startswith(b"version "):
-            raise BadRequest(f"{file}: a large-file pointer, not the file itself; fetch it with git lfs or hf download")
-        if len(head) < 8 or not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-            raise BadRequest(f"{file}: not a safetensors file, or cut short ({size} bytes); fetch it again")
-        text = stream.read(length)
-        try:
-            entries = json.loads(text)
-            entries.pop("__metadata__", None)
-            tensors = sorted((_entry(file, name, said, 8 + length, seen, heard) for name, said in entries.items()), key=lambda t: t.offset)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"{file}: its safetensors header is damaged ({type(error).__name__}: {error}); fetch it again") from error
-        end = 8 + length
+        text = stream.read(_header_length(file, stream.read(8), size))
+        tensors = _entries(file, text, size, seen, heard)
         digest.update(file.name.encode() + b"\0" + text)
         for tensor in tensors:
-            if tensor.offset != end:
-                raise BadRequest(f"{file}: {tensor.name!r} begins at byte {tensor.offset}, not at {end}; fetch the file again")
-            end = tensor.offset + math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize
-            if end > size:
-                raise BadRequest(f"{file}: {tensor.name!r} would end at byte {end}, the file has {size}: cut short; fetch it again")
+            end = tensor.offset + tensor.bytes
             for at in (tensor.offset, (tensor.offset + end - _WINDOW) // 2, end - _WINDOW):
                 stream.seek(max(at, tensor.offset))
-                digest.update(stream.read(min(_WINDOW, end - tensor.offset)))
+                digest.update(stream.read(min(_WINDOW, tensor.bytes)))
+    return tensors
+
+
+def _header_length(file: Path, head: bytes, size: int) -> int:
+    """Of the header's text, from the file's first eight bytes."""
+    length = int.from_bytes(head, "little")
+    if head.startswith(b"version "):
+        raise BadRequest(f"{file}: a large-file pointer, not the file itself; fetch it with git lfs or hf download")
+    if len(head) < 8 or not 2 <= length <= min(_HEADER_LIMIT, size - 8):
+        raise BadRequest(f"{file}: not a safetensors file, or cut short ({size} bytes); fetch it again")
+    return length
+
+
+def _entries(file: Path, text: bytes, size: int, seen: set[str], heard: list[Callable[[int], None]]) -> list[Tensor]:
+    """What the header's text tells, in the order of the file, which it must cover to its last byte."""
+    end = 8 + len(text)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        tensors = sorted((_entry(file, name, said, end, seen, heard) for name, said in entries.items()), key=lambda t: t.offset)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadRequest(f"{file}: its safetensors header is damaged ({type(error).__name__}: {error}); fetch it again") from error
+    for tensor in tensors:
+        if tensor.offset != end:
+            raise BadRequest(f"{file}: {tensor.name!r} begins at byte {tensor.offset}, not at {end}; fetch the file again")
+        end = tensor.offset + tensor.bytes
+        if end > size:
+            raise BadRequest(f"{file}: {tensor.name!r} would end at byte {end}, the file has {size}: cut short; fetch it again")
     if end != size:
         raise BadRequest(f"{file}: its header speaks of {end} bytes, the file has {size}: cut short or damaged; fetch it again")
     return tensors
