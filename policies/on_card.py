@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.types import TensorSpec, Vector
@@ -20,6 +20,7 @@ class Bound(Protocol):
     def close(self) -> None: ...
 
 
+When = Literal["request", "prompt"]
 B_co = TypeVar("B_co", bound=Bound, covariant=True)
 B = TypeVar("B", bound=Bound)
 
@@ -38,7 +39,7 @@ class Kept:
     def __init__(self, card: Card) -> None:
         self.card = card
         self._buffers: list[Buffer] = []
-        self._pairs: list[tuple[Vector, Buffer]] = []  # host arrays, and where each goes at the start of a request
+        self._pairs: dict[When, list[tuple[Vector, Buffer]]] = {"request": [], "prompt": []}  # host arrays, and where each goes
         self._pinned: list[Vector] = []
         self._bound: list[Bound] = []
 
@@ -57,10 +58,10 @@ class Kept:
         self._pinned.append(self.card.pinned(shape, dtype))
         return self._pinned[-1]
 
-    def fed(self, shape: Sequence[int], dtype: str) -> tuple[Vector, Buffer]:
-        """Page-locked memory and the buffer that `upload` fills from it at the start of every request."""
+    def fed(self, shape: Sequence[int], dtype: str, *, by: When = "request") -> tuple[Vector, Buffer]:
+        """Page-locked memory and the buffer that `upload(by)` fills from it: at the start of every request, or when the prompt changes."""
         pair = self.pinned(shape, dtype), self.empty(shape, dtype)
-        self._pairs.append(pair)
+        self._pairs[by].append(pair)
         return pair
 
     def bind(self, component: str, engine: Bindable[B], inputs: Mapping[str, Buffer]) -> B:
@@ -72,9 +73,9 @@ class Kept:
             bound.set(name, buffer)
         return bound
 
-    def upload(self) -> None:
-        """Every fed buffer, from its host memory."""
-        for host, buffer in self._pairs:
+    def upload(self, by: When = "request") -> None:
+        """Every buffer that is fed then, from its host memory."""
+        for host, buffer in self._pairs[by]:
             self.card.upload(host, buffer)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class Emulated:
         self.events: dict[int, float] = {}
         self.graphs: dict[int, list[Work]] = {}
         self.recording: list[Work] | None = None
-        self.refuse_capture, self.room, self.launches, self.replays, self.enqueued = False, 1 << 32, 0, 0, 0
+        self.refuse_capture, self.room, self.launches, self.replays, self.enqueued, self.copies = False, 1 << 32, 0, 0, 0, 0
         self.spoil = ""  # the component whose answers are infinite
         self._handles = itertools.count(1000)
 
@@ -77,7 +77,12 @@ class Emulated:
 
     def copy(self, to: int, source: int, size: int, kind: Any, stream: int) -> tuple[Error]:
         assert not isinstance(to, np.generic)
-        return self.do(lambda: (ctypes.memmove(to, source, size), None)[1])
+
+        def work() -> None:
+            self.copies += 1
+            ctypes.memmove(to, source, size)
+
+        return self.do(work)
 
     def begin(self, stream: int, mode: Any) -> tuple[Error]:
         if self.refuse_capture:
@@ -143,6 +148,19 @@ class Emulated:
             names = at(ids, (blocks,), np.int64)
             known = at(table, (int(names.max()) + 1, row), np.uint8) if table else None
             at(out, (blocks, row), np.uint8)[:] = kernels.place(known, names, seen, where)
+        elif name in kernels.STRETCHES:
+            x, y, *tables, tall, wide, rows, columns, k, l, count = values
+            pairs = [(rows, k)] * 2 + [(columns, l)] * 2
+            down, down_weight, across, across_weight = (at(*table, np.int32) for table in zip(tables, pairs, strict=True))
+            by = kernels.Stretch(name, kernels.Taps(down, down_weight), kernels.Taps(across, across_weight))
+            views = count // (rows * columns * 3)
+            pictures = at(x, (views, tall, wide, 3), np.uint8)
+            at(y, (views, rows, columns, 3), np.uint8)[:] = kernels.stretch(pictures, by)
+        elif name.startswith("look_up_"):
+            x, order, table, y, size, numbers, count = values
+            word, views = {"2": np.uint16, "4": np.uint32}[name[-1]], count // numbers
+            found = kernels.look_up(at(x, (views, size), np.uint8), at(order, (numbers,), np.int32), at(table, (256,), word))
+            at(y, (views, numbers), word)[:] = found
         else:
             x, y, count = values
             kind = name.removeprefix("to_")

@@ -14,7 +14,7 @@ Filter = Literal["bilinear", "bicubic"]
 
 def mirror(picture: Image) -> Image:
     """Left and right exchanged. An upright picture becomes the renderer's, turned by 180°."""
-    return np.ascontiguousarray(picture[:, ::-1])
+    return np.asarray(cv2.flip(picture, 1), np.uint8)
 
 
 def pad_to_square(picture: Image) -> Image:
@@ -74,9 +74,14 @@ def fit_with_border(picture: Image, height: int, width: int) -> Image:
     """The whole picture inside [height, width]: aspect ratio kept, bilinear with antialias, black borders, in the middle."""
     if picture.shape[:2] == (height, width):
         return picture
-    ratio = max(picture.shape[1] / width, picture.shape[0] / height)
-    inner_height, inner_width = max(1, int(picture.shape[0] / ratio)), max(1, int(picture.shape[1] / ratio))
+    inner_height, inner_width = inner_size((picture.shape[0], picture.shape[1]), height, width)
     fitted = np.zeros((height, width, 3), np.uint8)
     top, left = (height - inner_height) // 2, (width - inner_width) // 2
     fitted[top : top + inner_height, left : left + inner_width] = stretch_antialiased(picture, inner_height, inner_width)
     return fitted
+
+
+def inner_size(size: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Height and width of a picture of that size inside the borders of `fit_with_border`."""
+    ratio = max(size[1] / width, size[0] / height)
+    return max(1, int(size[0] / ratio)), max(1, int(size[1] / ratio))

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.trt_run import Requests, TrtEngine
-from vla_eval.types import Vector
+from vla_eval.types import TensorSpec, Vector
 
 from ..components import most, position_ids
 from ..on_card import Kept
+from ..sight import FromBytes, FromNumbers, area
+from .contract import PATCH
 from .dit import DitBound
-from .processor import Layout, prompt_rotary, vision_tables
+from .processor import Layout, prompt_rotary, reading, vision_tables
 
 if TYPE_CHECKING:
-    from .runtime import Inputs
-
-
-class Shape(NamedTuple):
-    """What a captured request is good for."""
-
-    tokens: int
-    patches: int  # of a row, all views
-    grid: tuple[int, int]
+    from .runtime import Inputs, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +48,7 @@ class Gr00tOnDevice:
 
     def __call__(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], dict[str, float], Gr00tBody]:
         """[B, 40, 132] and the seconds of each stage. The body's buffers hold everything in between, until the next request."""
-        shape = Shape(rows[0].token_ids.size, len(rows[0].patches), rows[0].grid)
-        body, seconds = self.requests(shape, lambda body: body.fill(rows))
+        body, seconds = self.requests(rows[0].shape, lambda body: body.fill(rows))
         return body.chunk.copy(), seconds, body
 
     def _make(self, shape: Shape) -> Gr00tBody:
@@ -73,27 +66,22 @@ class Gr00tBody:
         self._kept = kept = Kept(card)
 
         made = vision_tables(layout, patches // (shape.grid[0] * shape.grid[1]), shape.grid)
-        self.patches, patches_on_card = kept.fed((patches, most(specs["visual", "input"].shape[1])), "float32")
+        self._sight = self._sight_for(specs["visual", "input"], patches)
         visual_inputs = {
-            "input": patches_on_card, "rotary_pos_emb": kept.constant(made.rotary), "cu_seqlens": kept.constant(made.cu_seqlens),
+            "input": self._sight.input, "rotary_pos_emb": kept.constant(made.rotary), "cu_seqlens": kept.constant(made.cu_seqlens),
             "fast_pos_embed_idx": kept.constant(made.position_index), "fast_pos_embed_weight": kept.constant(made.position_weight),
         }  # fmt: skip
-        self._wide: list[tuple[Buffer, Buffer]] = []  # float32, and the same in the engine's type
-        for name in ("input", "fast_pos_embed_weight"):
-            kind = specs["visual", name].dtype
-            if kind != "float32":
-                narrow = kept.empty(visual_inputs[name].shape, kind)
-                if name == "input":
-                    self._wide.append((visual_inputs[name], narrow))
-                else:
-                    card.narrow(visual_inputs[name], narrow)
-                visual_inputs[name] = narrow
+        weights = visual_inputs["fast_pos_embed_weight"]
+        if (kind := specs["visual", "fast_pos_embed_weight"].dtype) != "float32":
+            visual_inputs["fast_pos_embed_weight"] = kept.empty(weights.shape, kind)
+            card.narrow(weights, visual_inputs["fast_pos_embed_weight"])
         self.visual = kept.bind("visual", engines["visual"], visual_inputs)
 
         hidden, kind = tables.embedding.shape[1], specs["vl_backbone", "inputs_embeds"].dtype
-        self.ids, self._ids = kept.fed((b, s), "int64")
-        self.slots, self._slots = kept.fed((b, s), "int32")
-        self.rotary, rotary = kept.fed((b, s, layout.text_head_dim), "float32")
+        self.ids, self._ids = kept.fed((b, s), "int64", by="prompt")
+        self.ids[:] = -1  # no prompt so far
+        self.slots, self._slots = kept.fed((b, s), "int32", by="prompt")
+        self.rotary, rotary = kept.fed((b, s, layout.text_head_dim), "float32", by="prompt")
         taps = [name for name in self.visual.outputs if name.startswith("deepstack_features_")]
         self._embeds = {name: kept.empty((b, s, hidden), kind) for name in ("inputs_embeds", *taps)}
         backbone_inputs = {
@@ -105,8 +93,8 @@ class Gr00tBody:
 
         self.noise, self._x = kept.fed((b, *map(most, specs["action", "noise_trajectory"].shape[1:])), "float32")
         self.state, state = kept.fed((b, 1, *map(most, specs["action", "state"].shape[2:])), "float32")
-        self.text, text = kept.fed((b, 1, 1, s), "bool")
-        self.image, image = kept.fed((b, 1, 1, s), "bool")
+        self.text, text = kept.fed((b, 1, 1, s), "bool", by="prompt")
+        self.image, image = kept.fed((b, 1, 1, s), "bool", by="prompt")
         action_inputs = {
             "noise_trajectory": self._x, "state": state, "text_attention_mask": text, "image_attention_mask": image,
             "adanorm_modulation": tables.modulation[0], "action_time_bias": tables.time_bias[0], **self.backbone.outputs,
@@ -120,23 +108,38 @@ class Gr00tBody:
 
     def fill(self, rows: Sequence[Inputs]) -> None:
         """The host's part of a request: into page-locked memory, from where the graph takes it."""
-        size = self._shape.patches
         for i, row in enumerate(rows):
-            self.patches[i * size : (i + 1) * size] = row.patches
-            self.ids[i], self.state[i], self.noise[i] = row.token_ids, row.state, row.noise
+            self._sight.fill(i, row.patches)
+            self.state[i], self.noise[i] = row.state, row.noise
+        if any(not np.array_equal(ids, row.token_ids) for ids, row in zip(self.ids, rows, strict=True)):
+            self._prompt(rows)
+
+    def _prompt(self, rows: Sequence[Inputs]) -> None:
+        """What depends on the instructions alone: it stays on the card until they change."""
+        for i, row in enumerate(rows):
+            self.ids[i] = row.token_ids
             self.rotary[i] = prompt_rotary(self._layout, row.token_ids, row.grid)
         image = self.ids == self._layout.image_token
         self.image[:, 0, 0], self.text[:, 0, 0] = image, ~image
         counted = np.cumsum(image.ravel(), dtype=np.int32).reshape(image.shape) - np.int32(1)
         self.slots[:] = np.where(image, counted, np.int32(-1))  # which feature stands there; text has none
+        self._kept.upload("prompt")
 
     def close(self) -> None:
         """Give everything back."""
         self._kept.close()
 
+    def _sight_for(self, spec: TensorSpec, patches: int) -> FromBytes | FromNumbers:
+        shape, size, grid = (patches, most(spec.shape[1])), self._shape.size, self._shape.grid
+        if size is None:
+            return FromNumbers(self._kept, shape, spec.dtype)
+        how = reading((grid[0] * PATCH, grid[1] * PATCH))
+        return FromBytes(
+            self._kept, shape, spec.dtype, patches // (grid[0] * grid[1]), size, None if size == how.size else area(size, how.size), how
+        )
+
     def _see(self) -> None:
-        for wide, narrow in self._wide:
-            self._card.narrow(wide, narrow)
+        self._sight.make()
         self.visual.enqueue()
 
     def _prefill(self) -> None:

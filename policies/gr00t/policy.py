@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from vla_eval.engines.bench import Rehearsal
 from vla_eval.engines.bundle import Bundle, open_bundle
-from vla_eval.types import SEED_LIMIT, ContractMismatch, InvalidObservation, Vector
+from vla_eval.types import SEED_LIMIT, ContractMismatch, Image, InvalidObservation, Vector
 
 from ..flow import Stopwatch, draw_noise
+from ..sight import Pictures
 from .configuration import RELEASED
 from .contract import MERGE, Contract, load
-from .processor import VALUES, Layout, Tokens, decode_chunk, encode_state, pack, see, seen_grid
+from .processor import VALUES, Layout, Tokens, decode_chunk, encode_state, pack, see, seen_grid, unpacked
 from .runtime import Gr00tRuntime, Inputs
 
 MOST_SIDE = 8192  # pixels of a camera: padded to a square that is 200 MB
@@ -59,19 +60,23 @@ class Gr00tPolicy:
 
     def rows(
         self, observation: Mapping[str, Any], slot: int = 0
-    ) -> list[tuple[NDArray[np.float32], tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
+    ) -> list[tuple[NDArray[np.float32] | Pictures, tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
         """Each robot's patches, their grid, token ids and encoded state: `Inputs` but for the noise.
 
-        Row b's patches lie in the memory of slot + b, and are valid until that slot is used again.
+        Row b's patches lie in the memory of slot + b, and are valid until that slot is used again; pictures for a card, the observation's.
         """
         contract, batch = self.contract, self._check(observation)
         texts = _texts(observation[contract.language_key], contract.language_key, batch)
         rows = []
         for b in range(batch):
-            pictures = [see(observation[f"video.{camera}"][b, 0], contract.pictures) for camera in contract.cameras]
+            pictures = [observation[f"video.{camera}"][b, 0] for camera in contract.cameras]
             state = encode_state(contract, {group.key: observation[f"state.{group.key}"][b, 0] for group in contract.state})
-            rows.append((pack(pictures, self._buffer(slot + b)), self._grid, self._tokens.ids(texts[b]), state))
+            rows.append((self._packed(pictures, slot + b), self._grid, self._tokens.ids(texts[b]), state))
         return rows
+
+    def _packed(self, pictures: Sequence[Image], slot: int) -> NDArray[np.float32] | Pictures:
+        how = self.contract.pictures
+        return unpacked(pictures, how) if self.runtime.on_card else pack([see(picture, how) for picture in pictures], self._buffer(slot))
 
     def rehearse(self, words: str, seed: int = 0) -> Rehearsal:
         """Random pictures and states of the contract's robot under one instruction: a full batch, to be answered again and again."""

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from vla_eval.images import crop_centre, pad_to_square, stretch_antialiased, stretch_antialiased_float, stretch_area
 from vla_eval.types import BadRequest, Image, InvalidObservation, Vector
 
+from ..sight import Pictures as Unpacked
+from ..sight import Reading, area
 from .contract import FRAMES, LEAST_PIXELS, MERGE, MOST_PIXELS, PATCH, Contract, Group, Pictures, Prompt
 
 VALUES = 3 * FRAMES * PATCH * PATCH  # numbers in a packed patch
@@ -65,13 +67,32 @@ class VisionTables:
 
 def see(picture: Image, how: Pictures) -> Image:
     """The evaluation transform: pad to a square, resize, cut out the middle, resize again; then Qwen's own limits of size."""
-    picture = pad_to_square(picture)  # the reference always does, whatever letter_box_transform says
-    height, width = how.target if how.edge is None else (how.edge, how.edge)
+    height, width = _shown(how)
     resize = stretch_area if how.resize == "area" else stretch_antialiased_float
-    picture = resize(picture, height, width)
+    return stretch_antialiased(resize(_cut(picture, how), height, width), *packed_size(height, width), how="bicubic")
+
+
+def unpacked(pictures: Sequence[Image], how: Pictures) -> Unpacked:
+    """The pictures as a card packs them: before the last stretch of `see` where its kernel does the same, else after it."""
+    cut = [_cut(picture, how) for picture in pictures]
+    shown, size = _shown(how), (cut[0].shape[0], cut[0].shape[1])
+    if how.resize == "area" and shown == packed_size(*shown) and (size == shown or area(size, shown) is not None):
+        return Unpacked(tuple(cut))
+    return Unpacked(tuple(see(picture, how) for picture in pictures))
+
+
+def _cut(picture: Image, how: Pictures) -> Image:
+    """All of `see` up to the middle that is cut out, as a view."""
+    picture = pad_to_square(picture)  # the reference always does, whatever letter_box_transform says
+    height, width = _shown(how)
+    resize = stretch_area if how.resize == "area" else stretch_antialiased_float
     cut = (int(height * how.crop), int(width * how.crop)) if isinstance(how.crop, float) else how.crop
-    picture = resize(crop_centre(picture, max(1, cut[0]), max(1, cut[1])), height, width)
-    return stretch_antialiased(picture, *packed_size(height, width), how="bicubic")
+    return crop_centre(resize(picture, height, width), max(1, cut[0]), max(1, cut[1]))
+
+
+def _shown(how: Pictures) -> tuple[int, int]:
+    """Height and width of what the checkpoint was trained to see."""
+    return how.target if how.edge is None else (how.edge, how.edge)
 
 
 @lru_cache(maxsize=64)
@@ -90,7 +111,7 @@ def packed_size(height: int, width: int) -> tuple[int, int]:
 
 def seen_grid(how: Pictures) -> tuple[int, int]:
     """Rows and columns of patches that `see` and `pack` make of any picture."""
-    height, width = packed_size(*(how.target if how.edge is None else (how.edge, how.edge)))
+    height, width = packed_size(*_shown(how))
     return height // PATCH, width // PATCH
 
 
@@ -101,16 +122,31 @@ def pack(pictures: Sequence[Image], into: NDArray[np.float32] | None = None) -> 
     3 MB of fresh memory cost more page faults than the arithmetic takes.
     """
     height, width = pictures[0].shape[:2]
-    rows, columns = height // (PATCH * MERGE), width // (PATCH * MERGE)
-    packed = np.empty((len(pictures) * rows * columns * MERGE * MERGE, VALUES), np.float32) if into is None else into
-    patches = packed.reshape(len(pictures), rows * columns * MERGE * MERGE, 3, FRAMES, PATCH * PATCH)
+    count = height // PATCH * (width // PATCH)
+    packed = np.empty((len(pictures) * count, VALUES), np.float32) if into is None else into
+    patches = packed.reshape(len(pictures), count, 3, FRAMES, PATCH * PATCH)
     for view, picture in zip(patches, pictures, strict=True):
-        blocks = picture.reshape(rows, MERGE, PATCH, columns, MERGE, PATCH, 3).transpose(0, 3, 1, 4, 6, 2, 5)
         first = view[:, :, 0]
-        np.subtract(np.ascontiguousarray(blocks).reshape(first.shape), _HALF, out=first, dtype=np.float32)
+        np.subtract(_in_patches(picture), _HALF, out=first, dtype=np.float32)
         np.divide(first, _HALF, out=first)
         view[:, :, 1] = first
     return packed
+
+
+@lru_cache(maxsize=4)
+def reading(size: tuple[int, int]) -> Reading:
+    """`pack` as a card does it, for pictures of that size."""
+    which = _in_patches(np.arange(size[0] * size[1] * 3, dtype=np.int32).reshape(*size, 3))
+    bytes_ = np.arange(256, dtype=np.float32)
+    return Reading(size, np.repeat(which[:, :, None], FRAMES, axis=2).ravel(), (bytes_ - _HALF) / _HALF)
+
+
+def _in_patches(picture: Vector) -> Vector:
+    """[H, W, 3] -> [P, 3, 256]: merge blocks in raster order, 2×2 patches inside."""
+    rows, columns = picture.shape[0] // (PATCH * MERGE), picture.shape[1] // (PATCH * MERGE)
+    blocks = picture.reshape(rows, MERGE, PATCH, columns, MERGE, PATCH, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    patches: Vector = np.ascontiguousarray(blocks).reshape(-1, 3, PATCH * PATCH)
+    return patches
 
 
 @lru_cache(maxsize=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
 from ..components import Buffer, Components, Loop, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
+from ..sight import Pictures
 from .contract import MERGE
 from .dit import PACKED, DitEngine
 from .processor import Layout, prompt_rotary, vision_tables
@@ -31,11 +32,32 @@ DEEPSTACK = 3  # features of earlier vision blocks, added to the outputs of the 
 class Inputs:
     """One row: what the network sees, with nothing of the robot left in it."""
 
-    patches: NDArray[np.float32]  # [V·P, 1536]
+    patches: NDArray[np.float32] | Pictures  # [V·P, 1536]; or pictures, where a card packs them
     grid: tuple[int, int]  # rows and columns of patches in a view
     token_ids: NDArray[np.int64]  # [S]
     state: NDArray[np.float32]  # [1, 132]
     noise: NDArray[np.float32]  # [40, 132]
+
+    @property
+    def patch_count(self) -> int:
+        """Of all views."""
+        per_view = self.grid[0] * self.grid[1]
+        return len(self.patches.views) * per_view if isinstance(self.patches, Pictures) else len(self.patches)
+
+    @property
+    def shape(self) -> Shape:
+        """What rows of one batch have in common."""
+        size = self.patches.size if isinstance(self.patches, Pictures) else None
+        return Shape(self.token_ids.size, self.patch_count, self.grid, size)
+
+
+class Shape(NamedTuple):
+    """What a batch, and a captured request, is good for."""
+
+    tokens: int
+    patches: int  # of a row, all views
+    grid: tuple[int, int]
+    size: tuple[int, int] | None  # of pictures that the card packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +114,11 @@ class Gr00tRuntime:
             self._device = Gr00tOnDevice(plans, self.layout, self.batch, self._embedding, self._modulation, self._time_bias)
         self._buffers = [Buffer(self.hidden, embeds.dtype) for _ in range(1 + DEEPSTACK)]  # embeddings, DeepStack; kept between requests
 
+    @property
+    def on_card(self) -> bool:
+        """Whether requests stay on a card, which then packs their pictures."""
+        return self._device is not None
+
     def _kernels(self, component: Component, card: Card) -> Engine:
         return DitEngine(component, card, self._modulation, self._time_bias)
 
@@ -103,7 +130,7 @@ class Gr00tRuntime:
         for row in rows:
             self._check(row)
         answers: dict[int, Answer] = {}
-        for batch in full_batches([(row.token_ids.size, row.patches.shape, row.grid) for row in rows], self.batch):
+        for batch in full_batches([row.shape for row in rows], self.batch):
             chunks, seconds = self._run([rows[i] for i in batch.rows])
             for place, i in enumerate(batch.rows[: batch.real]):
                 answers[i] = Answer(chunks[place], seconds)
@@ -131,11 +158,13 @@ class Gr00tRuntime:
 
     def _visual(self, rows: Sequence[Inputs]) -> list[Vector]:
         """The merged features [B·V·P/4, hidden] and the DeepStack features, of the same shape each."""
-        views = len(rows) * (rows[0].patches.shape[0] // (rows[0].grid[0] * rows[0].grid[1]))
+        patches = [row.patches for row in rows if isinstance(row.patches, np.ndarray)]
+        assert len(patches) == len(rows), "pictures are packed by a card, and there is none"
+        views = len(rows) * (rows[0].patch_count // (rows[0].grid[0] * rows[0].grid[1]))
         tables = vision_tables(self.layout, views, rows[0].grid)
         outputs = self._call(
             "visual",
-            input=rows[0].patches if len(rows) == 1 else np.concatenate([row.patches for row in rows]),
+            input=patches[0] if len(rows) == 1 else np.concatenate(patches),
             rotary_pos_emb=tables.rotary,
             cu_seqlens=tables.cu_seqlens,
             fast_pos_embed_idx=tables.position_index,
@@ -177,13 +206,13 @@ class Gr00tRuntime:
     def _check(self, row: Inputs) -> None:
         image = row.token_ids == self.layout.image_token
         per_view = row.grid[0] * row.grid[1]
-        places, merged = int(np.count_nonzero(image)), row.patches.shape[0] // (MERGE * MERGE)
+        places, merged = int(np.count_nonzero(image)), row.patch_count // (MERGE * MERGE)
         problems = [
             (not places, "it has no picture token; every observation needs a picture (attention to none would be NaN)"),
             (image.all(), "it has no text token; every observation needs an instruction (attention to none would be NaN)"),
             (
-                per_view == 0 or row.patches.shape[0] % max(per_view, 1) != 0,
-                f"{row.patches.shape[0]} patches are no whole views of {row.grid}",
+                per_view == 0 or row.patch_count % max(per_view, 1) != 0,
+                f"{row.patch_count} patches are no whole views of {row.grid}",
             ),
             (places != merged, f"its prompt has {places} picture tokens, its pictures {merged}"),
             (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +15,14 @@ from vla_eval.types import Vector
 
 from ..components import most
 from ..on_card import Kept
+from ..sight import FromBytes, FromNumbers, bordered
 from .expert import ExpertBound, ExpertEngine
+from .processor import reading
 
 if TYPE_CHECKING:
-    from .runtime import Inputs
+    from .runtime import Inputs, Shape
 
 Places = Callable[[int, int], Mapping[str, Vector]]  # (first position, how many) -> rotary table and rows of it
-
-
-class Shape(NamedTuple):
-    """What a captured request is good for."""
-
-    views: int
-    text: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +52,7 @@ class Pi05OnDevice:
 
     def __call__(self, rows: Sequence[Inputs]) -> tuple[NDArray[np.float32], dict[str, float], Pi05Body]:
         """[B, H, 32] and the seconds of each stage. The body's buffers hold everything in between, until the next request."""
-        shape = Shape(len(rows[0].pixels), rows[0].token_ids.size)
-        body, seconds = self.requests(shape, lambda body: body.fill(rows))
+        body, seconds = self.requests(rows[0].shape, lambda body: body.fill(rows))
         return body.chunk.copy(), seconds, body
 
     def _make(self, shape: Shape) -> Pi05Body:
@@ -77,15 +71,14 @@ class Pi05Body:
         self._kept = kept = Kept(card)
 
         pixels = specs["visual", "pixel_values"]
-        self.pixels, wide = kept.fed((batch * shape.views, *map(most, pixels.shape[1:])), "float32")
-        self._wide, self._narrow = wide, wide if pixels.dtype == "float32" else kept.empty(wide.shape, pixels.dtype)
-        self.visual = kept.bind("visual", engines["visual"], {"pixel_values": self._narrow})
+        self._sight = self._sight_for(shape, (batch * shape.views, *map(most, pixels.shape[1:])), pixels.dtype)
+        self.visual = kept.bind("visual", engines["visual"], {"pixel_values": self._sight.input})
 
-        self.ids, self._ids = kept.fed((batch, length), "int64")
-        self.slots, self._slots = kept.fed((batch, length), "int32")
-        self.ids[:] = 0
-        self.slots[:] = -1
-        self.slots[:, : self._seen] = np.arange(batch * self._seen, dtype=np.int32).reshape(batch, -1)  # pictures first, row by row
+        self.ids, self._ids = kept.fed((batch, length), "int64", by="prompt")
+        self.ids[:] = -1  # no prompt so far
+        slots = np.full((batch, length), -1, np.int32)
+        slots[:, : self._seen] = np.arange(batch * self._seen, dtype=np.int32).reshape(batch, -1)  # pictures first, row by row
+        self._slots = kept.constant(slots)
         self._embeds = kept.empty((batch, length, tables.embedding.shape[1]), specs["prefix", "inputs_embeds"].dtype)
         prefix = {"inputs_embeds": self._embeds, **{name: kept.constant(array) for name, array in places(0, length).items()}}
         self.prefix = kept.bind("prefix", engines["prefix"], prefix)
@@ -103,18 +96,27 @@ class Pi05Body:
 
     def fill(self, rows: Sequence[Inputs]) -> None:
         """The host's part of a request: into page-locked memory, from where the graph takes it."""
-        views = len(rows[0].pixels)
         for i, row in enumerate(rows):
-            self.pixels[i * views : (i + 1) * views] = row.pixels
-            self.ids[i, self._seen :], self.noise[i] = row.token_ids, row.noise
+            self._sight.fill(i, row.pixels)
+            self.noise[i] = row.noise
+        if any(not np.array_equal(ids[self._seen :], row.token_ids) for ids, row in zip(self.ids, rows, strict=True)):
+            self.ids[:, : self._seen] = 0
+            self.ids[:, self._seen :] = [row.token_ids for row in rows]
+            self._kept.upload("prompt")  # it stays on the card until an instruction changes
 
     def close(self) -> None:
         """Give everything back."""
         self._kept.close()
 
+    def _sight_for(self, shape: Shape, pixels: tuple[int, ...], dtype: str) -> FromBytes | FromNumbers:
+        if shape.size is None:
+            return FromNumbers(self._kept, pixels, dtype)
+        how = reading(pixels[-1])
+        stretch = None if shape.size == how.size else bordered(shape.size, pixels[-1])
+        return FromBytes(self._kept, pixels, dtype, pixels[0], shape.size, stretch, how)
+
     def _see(self) -> None:
-        if self._narrow is not self._wide:
-            self._card.narrow(self._wide, self._narrow)
+        self._sight.make()
         self.visual.enqueue()
 
     def _prefill(self) -> None:

@@ -15,10 +15,11 @@ from vla_eval.engines.bundle import Bundle, open_bundle
 from vla_eval.types import SEED_LIMIT, BadRequest, ContractMismatch, InvalidObservation, Vector
 
 from ..flow import Stopwatch, draw_noise
+from ..sight import Pictures
 from .adapters import ADAPTERS, Seen, read, specimen
 from .configuration import RELEASED, VIEWS
 from .contracts import Configuration, Statistics, find_statistics, read_policy, read_statistics
-from .processor import TOKENIZER, Tokens, normalise, pixels, unnormalise
+from .processor import TOKENIZER, Tokens, normalise, pixels, unnormalise, unpacked
 from .runtime import Inputs, Pi05Runtime
 
 PIXELS, TOKENS, START = "pixel_values.bin", "token_ids.csv", "x0.bin"  # the canonical tensors' files
@@ -28,7 +29,7 @@ _CSV_LIMIT = 1 << 20
 class Row(NamedTuple):
     """A request, packed: `Inputs` but for the noise, and the state that robot units need."""
 
-    pixels: NDArray[np.float32]
+    pixels: NDArray[np.float32] | Pictures
     token_ids: NDArray[np.int64]
     state: NDArray[np.float64]  # adapted, not normalised
 
@@ -70,9 +71,8 @@ class Pi05Policy:
         """The request as the network sees it. Raises InvalidObservation."""
         seen: Seen = read(self._adapter, self.configuration, request)
         state = normalise(seen.state, self.statistics.state) if self.configuration.discrete_state_input else None
-        return Row(
-            pixels(list(seen.pictures.values()), self.runtime.geometry.vision.image), self._tokens.ids(seen.prompt, state), seen.state
-        )
+        packed = (unpacked if self.runtime.on_card else pixels)(list(seen.pictures.values()), self.runtime.geometry.vision.image)
+        return Row(packed, self._tokens.ids(seen.prompt, state), seen.state)
 
     def actions(self, chunk: Vector, state: NDArray[np.float64]) -> NDArray[np.float64]:
         """A normalised chunk [H, 32] in robot units [H, N]; `state` is the request's, adapted."""
@@ -97,7 +97,7 @@ class Pi05Policy:
 
         packed = [self.row(request) for request in requests]
         rows = [Inputs(row.pixels, row.token_ids, self._start(None, seed + i)) for i, row in enumerate(packed)]
-        views = len(rows[0].pixels)
+        views = rows[0].shape.views
         tokens = views * runtime.geometry.vision.tokens_per_view + rows[0].token_ids.size
         about = {"batch": runtime.batch, "views": views, "tokens": tokens, "steps": runtime.steps}
         rival = {"batch": runtime.batch, "steps": runtime.steps, "horizon": runtime.horizon}
@@ -127,7 +127,7 @@ class Pi05Policy:
         a benchmark and never scored.
         """
         row = self.canonical(pixel_file, token_file, start_file)
-        views, most_views = row.pixels.shape[0], len(self.configuration.cameras)
+        views, most_views = row.shape.views, len(self.configuration.cameras)
         if views > most_views:
             raise BadRequest(
                 f"{pixel_file} holds {views} views, {self.configuration.name} has {most_views}: filler views attend here and are masked "

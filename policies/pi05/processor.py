@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from vla_eval.images import fit_with_border
 from vla_eval.types import BadRequest, Image, InvalidObservation, Vector
 
+from ..sight import Pictures, Reading, bordered
 from .contracts import BINS, MARKS, PROMPT_TOKENS, Range
 
 TOKENIZER = "paligemma_tokenizer.model"
@@ -113,7 +115,26 @@ def picture(value: Vector) -> Image:
 def pixels(pictures: Sequence[Image], side: int) -> NDArray[np.float32]:
     """[V, 3, side, side] in [−1, 1]: resized with padding, whose black becomes −1."""
     seen = np.stack([fit_with_border(one, side, side) for one in pictures])
-    return np.ascontiguousarray((seen.astype(np.float32) / np.float32(255) * 2 - 1).transpose(0, 3, 1, 2))
+    return np.ascontiguousarray(_numbers(seen).transpose(0, 3, 1, 2))
+
+
+def unpacked(pictures: Sequence[Image], side: int) -> Pictures:
+    """The pictures as a card resizes and packs them: of any one size that its kernel fits as we do here, else fitted."""
+    sizes = {picture.shape[:2] for picture in pictures}
+    if len(sizes) == 1 and (sizes == {(side, side)} or bordered(*sizes, side) is not None):
+        return Pictures(tuple(pictures))
+    return Pictures(tuple(fit_with_border(picture, side, side) for picture in pictures))
+
+
+@lru_cache(maxsize=4)
+def reading(side: int) -> Reading:
+    """`pixels` as a card makes them, of pictures that fit already."""
+    order = np.arange(side * side * 3, dtype=np.int32).reshape(side, side, 3).transpose(2, 0, 1)
+    return Reading((side, side), np.ascontiguousarray(order).ravel(), _numbers(np.arange(256, dtype=np.uint8)))
+
+
+def _numbers(seen: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return seen.astype(np.float32) / np.float32(255) * 2 - 1
 
 
 def rotary(first: int, count: int, head_dim: int, theta: float) -> NDArray[np.float32]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
 from ..components import Buffer, Components, Loop, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
+from ..sight import Pictures
 from .configuration import VIEWS, geometry_from
 from .expert import PACKED, ExpertEngine
 from .processor import rotary, schedule
@@ -34,9 +35,24 @@ _PART = 2048  # rows of the token table
 class Inputs:
     """One row: what the network sees, with nothing of the robot left in it."""
 
-    pixels: NDArray[np.float32]  # [V, 3, side, side] in [-1, 1], only views that are there
+    pixels: NDArray[np.float32] | Pictures  # [V, 3, side, side] in [-1, 1], only views that are there; or pictures, where a card packs them
     token_ids: NDArray[np.int64]  # [T], no padding
     noise: NDArray[np.float32]  # [H, 32]
+
+    @property
+    def shape(self) -> Shape:
+        """What rows of one batch have in common."""
+        if isinstance(self.pixels, Pictures):
+            return Shape(len(self.pixels.views), self.token_ids.size, self.pixels.size)
+        return Shape(len(self.pixels), self.token_ids.size, None)
+
+
+class Shape(NamedTuple):
+    """What a batch, and a captured request, is good for."""
+
+    views: int
+    text: int
+    size: tuple[int, int] | None  # of pictures that the card packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +111,16 @@ class Pi05Runtime:
         for row in rows:
             self._check(row)
         answers: dict[int, Answer] = {}
-        for batch in full_batches([(row.token_ids.size, row.pixels.shape) for row in rows], self.batch):
+        for batch in full_batches([row.shape for row in rows], self.batch):
             chunks, seconds = self._run([rows[i] for i in batch.rows])
             for place, i in enumerate(batch.rows[: batch.real]):
                 answers[i] = Answer(chunks[place], seconds)
         return [answers[i] for i in range(len(rows))]
+
+    @property
+    def on_card(self) -> bool:
+        """Whether requests stay on a card, which then resizes and packs their pictures."""
+        return self._device is not None
 
     def _kernels(self, component: Component, card: Card) -> Engine:
         return ExpertEngine(component, card)
@@ -124,7 +145,9 @@ class Pi05Runtime:
             return self._run_on_device(self._device, rows)
         watch = Stopwatch()
         with watch.stage("visual"):
-            pixels = rows[0].pixels if len(rows) == 1 else np.concatenate([row.pixels for row in rows])
+            seen = [row.pixels for row in rows if isinstance(row.pixels, np.ndarray)]
+            assert len(seen) == len(rows), "pictures are packed by a card, and there is none"
+            pixels = seen[0] if len(rows) == 1 else np.concatenate(seen)
             features = to_host(self._call("visual", pixel_values=pixels)["image_features"])  # [B·V, P, hidden]
         with watch.stage("prefill"):
             keys = self._prefill(rows, features)
@@ -143,14 +166,14 @@ class Pi05Runtime:
     def _prefill(self, rows: Sequence[Inputs], features: NDArray[np.float32]) -> dict[str, Tensor]:
         """Keys and values of every layer, which stay bound during the loop."""
         ids = np.stack([row.token_ids for row in rows])
-        seen = rows[0].pixels.shape[0] * self.geometry.vision.tokens_per_view
+        seen = rows[0].shape.views * self.geometry.vision.tokens_per_view
         embeds = self._embeds.shaped(len(rows), seen + ids.shape[1])
         embeds[:, :seen] = features.reshape(len(rows), seen, self.hidden)
         embeds[:, seen:] = self._embedding[ids].astype(np.float32) * self._scale
         return self._call("prefix", inputs_embeds=embeds, **self._places(len(rows), 0, embeds.shape[1]))
 
     def _denoise(self, rows: Sequence[Inputs], keys: Mapping[str, Tensor]) -> NDArray[np.float32]:
-        batch, length = len(rows), rows[0].pixels.shape[0] * self.geometry.vision.tokens_per_view + rows[0].token_ids.size
+        batch, length = len(rows), rows[0].shape.views * self.geometry.vision.tokens_per_view + rows[0].token_ids.size
         fixed = {**keys, **self._places(batch, length, self.horizon)}
         times = schedule(self.steps)
 
@@ -179,12 +202,13 @@ class Pi05Runtime:
 
     def _check(self, row: Inputs) -> None:
         side = self.geometry.vision.image
-        views, ids = row.pixels.shape[0], row.token_ids
+        views, ids = row.shape.views, row.token_ids
+        shape = (views, 3, side, side) if isinstance(row.pixels, Pictures) else row.pixels.shape
         tokens = views * self.geometry.vision.tokens_per_view + ids.size
         problems = [
             (
-                row.pixels.shape != (views, 3, side, side) or not 1 <= views <= VIEWS,
-                f"pictures are {list(row.pixels.shape)}, wanted [1 to {VIEWS}, 3, {side}, {side}]",
+                shape != (views, 3, side, side) or not 1 <= views <= VIEWS,
+                f"pictures are {list(shape)}, wanted [1 to {VIEWS}, 3, {side}, {side}]",
             ),
             (not ids.size, "it has no text token"),
             (
@@ -197,7 +221,10 @@ class Pi05Runtime:
                 f"a token id is outside the embedding table's {len(self._embedding)} rows",
             ),
             (row.noise.shape != (self.horizon, self.width), f"noise is {list(row.noise.shape)}, wanted {[self.horizon, self.width]}"),
-            (not (np.isfinite(row.noise).all() and np.isfinite(row.pixels).all()), "noise or pictures are not finite"),
+            (
+                not (np.isfinite(row.noise).all() and (isinstance(row.pixels, Pictures) or np.isfinite(row.pixels).all())),
+                "noise or pictures are not finite",
+            ),
         ]
         for wrong, what in problems:
             if wrong:

@@ -14,6 +14,7 @@ import numpy as np
 from ..types import BadRequest, Vector, VlaEvalError
 from . import kernels
 from .graph import NUMPY
+from .kernels import Stretch
 
 _log = logging.getLogger(__name__)
 INSTALL = "install vla-eval-trt[tensorrt] or vla-eval-trt[rtx], which bring cuda-python"
@@ -227,6 +228,28 @@ class Card:
         count, pointer = math.prod(x.shape), ctypes.c_void_p
         assert count == math.prod(into.shape)
         self.launch(f"to_{into.dtype}", -(-count // 256), 256, (x.pointer, pointer), (into.pointer, pointer), (count, ctypes.c_int))
+
+    def stretch(self, pictures: Buffer, into: Buffer, by: Stretch, tables: Sequence[Buffer]) -> None:
+        """Pictures [V, H, W, 3] to those [V, rows, columns, 3]; `tables` are the four arrays of `by` on the card."""
+        (_, tall, wide, _), (_, rows, columns, _), pointer, number = pictures.shape, into.shape, ctypes.c_void_p, ctypes.c_int
+        assert pictures.dtype == into.dtype == "uint8"
+        assert (rows, columns) == (len(by.down.at), len(by.across.at))
+        sizes = tall, wide, rows, columns, by.down.at.shape[1], by.across.at.shape[1], into.bytes
+        buffers = pictures, into, *tables
+        self.launch(
+            by.how, -(-into.bytes // 256), 256, *((buffer.pointer, pointer) for buffer in buffers), *((size, number) for size in sizes)
+        )
+
+    def look_up(self, pictures: Buffer, order: Buffer, table: Buffer, into: Buffer) -> None:
+        """Of each picture [V, …] the bytes at `order`, as `table` [256] has them; `into` has as many numbers, of the table's type."""
+        views, numbers, pointer, number = pictures.shape[0], math.prod(order.shape), ctypes.c_void_p, ctypes.c_int
+        count, width = math.prod(into.shape), np.dtype(NUMPY[into.dtype]).itemsize  # type: ignore[index]
+        assert count == views * numbers
+        assert (pictures.dtype, order.dtype, table.dtype) == ("uint8", "int32", into.dtype)
+        self.launch(
+            f"look_up_{width}", -(-count // 256), 256, *((buffer.pointer, pointer) for buffer in (pictures, order, table, into)),
+            (pictures.bytes // views, number), (numbers, number), (count, number),
+        )  # fmt: skip
 
     # graphs and time
 

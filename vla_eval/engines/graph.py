@@ -13,10 +13,11 @@ import numpy as np
 
 from ..types import BadRequest, TensorSpec, Vector
 
-DType = Literal["float32", "float16", "bfloat16", "int32", "int64", "bool"]
+DType = Literal["float32", "float16", "bfloat16", "int32", "int64", "bool", "uint8"]
 PRECISIONS: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as `--dtype` says it
 NUMPY: dict[DType, Any] = {
     "float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "int32": np.int32, "int64": np.int64, "bool": np.bool_,
+    "uint8": np.uint8,
 }  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """The few CUDA kernels of our own, compiled by NVRTC when a card is opened, each with the same arithmetic in numpy beside it.
 
-N rows, W 16-byte words in a row.
+N rows, W 16-byte words in a row; V pictures of H rows and W columns, K pixels that a stretched one is made of.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -40,8 +40,75 @@ extern "C" __global__ void to_bfloat16(const float* x, unsigned short* y, int n)
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y[i]) : "f"(x[i]));
 }
+
+// Pictures x [V, tall, wide, 3] to y [V, rows, columns, 3], in whole numbers, first across, then down: OpenCV's with weights of 2^-11,
+// Pillow's with weights of 2^-22, rounded to bytes in between. `down` [rows, k] and `across` [columns, l] say which lines and columns.
+struct Byte { int channel, column, row, view; };
+__device__ Byte byte_of(int i, int rows, int columns) { return {i % 3, i / 3 % columns, i / 3 / columns % rows, i / 3 / columns / rows}; }
+
+extern "C" __global__ void stretch_area(
+    const unsigned char* x, unsigned char* y, const int* down, const int* down_weight, const int* across, const int* across_weight,
+    int tall, int wide, int rows, int columns, int k, int l, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    Byte b = byte_of(i, rows, columns);
+    x += (long long)b.view * tall * wide * 3 + b.channel;
+    int sum = 2;
+    for (int r = b.row * k; r < (b.row + 1) * k; r++) {
+        int line = 0;
+        for (int c = b.column * l; c < (b.column + 1) * l; c++) line += across_weight[c] * x[(down[r] * wide + across[c]) * 3];
+        sum += down_weight[r] * (line >> 4) >> 16;
+    }
+    y[i] = sum >> 2;
+}
+extern "C" __global__ void stretch_antialiased(
+    const unsigned char* x, unsigned char* y, const int* down, const int* down_weight, const int* across, const int* across_weight,
+    int tall, int wide, int rows, int columns, int k, int l, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    Byte b = byte_of(i, rows, columns);
+    x += (long long)b.view * tall * wide * 3 + b.channel;
+    int sum = 1 << 21;
+    for (int r = b.row * k; r < (b.row + 1) * k; r++) {
+        int line = 1 << 21;
+        for (int c = b.column * l; c < (b.column + 1) * l; c++) line += across_weight[c] * x[(down[r] * wide + across[c]) * 3];
+        sum += down_weight[r] * (line >> 22);
+    }
+    y[i] = sum >> 22;
+}
+
+// Bytes of pictures as numbers out of a table of 256, in the order that an engine wants: no arithmetic, so numpy's own numbers.
+template <typename T>
+__device__ void looked_up(const unsigned char* x, const int* order, const T* table, T* y, int bytes, int numbers, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = table[x[(long long)(i / numbers) * bytes + order[i % numbers]]];
+}
+extern "C" __global__ void look_up_2(
+    const unsigned char* x, const int* order, const unsigned short* table, unsigned short* y, int bytes, int numbers, int n) {
+    looked_up(x, order, table, y, bytes, numbers, n);
+}
+extern "C" __global__ void look_up_4(
+    const unsigned char* x, const int* order, const unsigned int* table, unsigned int* y, int bytes, int numbers, int n) {
+    looked_up(x, order, table, y, bytes, numbers, n);
+}
 """
-NAMES = ("euler", "place", "to_float16", "to_bfloat16")
+STRETCHES = ("stretch_area", "stretch_antialiased")
+NAMES = ("euler", "place", "to_float16", "to_bfloat16", *STRETCHES, "look_up_2", "look_up_4")
+
+
+class Taps(NamedTuple):
+    """Which pixels of a line, or which lines, each new one is made of, and their whole-number weights."""
+
+    at: NDArray[np.int32]  # [N, K]
+    weight: NDArray[np.int32]  # [N, K]
+
+
+class Stretch(NamedTuple):
+    """How pictures of one size become another, by one of `STRETCHES`."""
+
+    how: str
+    down: Taps
+    across: Taps
 
 
 def euler(x: NDArray[np.float32], v: NDArray[np.float32], dt: float) -> NDArray[np.float32]:
@@ -62,6 +129,25 @@ def narrow(x: NDArray[np.float32], dtype: str) -> Vector:
     with np.errstate(over="ignore"):  # beyond the range is infinity, as on the card
         narrowed: Vector = x.astype({"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype])
     return narrowed
+
+
+def stretch(pictures: NDArray[np.uint8], by: Stretch) -> NDArray[np.uint8]:
+    """[V, H, W, 3] -> [V, rows, columns, 3]: `stretch_area` and `stretch_antialiased` in numpy."""
+    lines = np.einsum("vhckx,ck->vhcx", pictures[:, :, by.across.at], by.across.weight, dtype=np.int32, casting="unsafe")
+    if by.how == "stretch_area":
+        parts = by.down.weight[..., None, None] * (lines[:, by.down.at] >> 4) >> 16
+        enlarged: NDArray[np.uint8] = (parts.sum(2) + 2 >> 2).astype(np.uint8)
+        return enlarged
+    half = np.int32(1 << 21)
+    sums = np.einsum("vrkcx,rk->vrcx", (lines + half >> 22)[:, by.down.at], by.down.weight, dtype=np.int32)
+    smoothed: NDArray[np.uint8] = (sums + half >> 22).astype(np.uint8)
+    return smoothed
+
+
+def look_up(pictures: NDArray[np.uint8], order: NDArray[np.int32], table: Vector) -> Vector:
+    """[V, numbers]: of each picture the byte at `order` as `table` has it: `look_up_2` and `look_up_4` in numpy."""
+    found: Vector = table[pictures.reshape(len(pictures), -1)[:, order]]
+    return found
 
 
 def compiled(source: str, sm: str, *options: str) -> bytes:

@@ -24,7 +24,7 @@ from vla_eval.types import VlaEvalError
 
 WORDS = "annotation.human.action.task_description"
 SHORT, LONG = "pick up the bowl", "put the white mug on the left plate and close the drawer"
-SAME_LENGTH = "pick up the plate"  # in tokens, as SHORT
+SAME_LENGTH = "pick up the drawer"  # in tokens, as SHORT
 Card = tuple[Any, Callable[[Bundle], None]]
 
 

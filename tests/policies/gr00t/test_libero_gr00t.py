@@ -26,11 +26,11 @@ KEY = "annotation.human.action.task_description"
 class Echo:
     """A runtime that remembers its rows and answers with their noise."""
 
-    horizon, width, state_width = 40, 132, 132
+    horizon, width, state_width, on_card = 40, 132, 132, False
     layout = Layout(16, 5e6, (4, 2, 2), 16, 1e4, 2304, 292)
 
     def __init__(self) -> None:
-        self.rows: list[Inputs] = []
+        self.rows: list[Any] = []
 
     def __call__(self, rows: list[Inputs]) -> list[Answer]:
         self.rows += rows

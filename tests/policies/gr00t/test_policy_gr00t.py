@@ -29,7 +29,7 @@ KEY = "annotation.human.action.task_description"
 class Echo:
     """A runtime that remembers what it was given and answers with the noise."""
 
-    horizon, width, state_width, layout = 40, 132, 132, LAYOUT
+    horizon, width, state_width, layout, on_card = 40, 132, 132, LAYOUT, False
 
     def __init__(self) -> None:
         self.rows: list[Inputs] = []

@@ -266,7 +266,7 @@ def test_engines_are_given_their_own_precision_and_the_flow_stays_float32(dtype:
     np.testing.assert_allclose(answer.chunk, wide.chunk, rtol=0, atol=0.05 * np.abs(wide.chunk).max())  # bfloat16 keeps 8 bits of each sum
 
 
-BAD: dict[str, tuple[Callable[[Inputs], Inputs], str]] = {
+BAD: dict[str, tuple[Callable[[Any], Inputs], str]] = {
     "no picture": (lambda r: dataclasses.replace(r, token_ids=r.token_ids[r.token_ids != 292], patches=r.patches[:0]), "needs a picture"),
     "no text": (lambda r: dataclasses.replace(r, token_ids=r.token_ids[r.token_ids == 292]), "needs an instruction"),
     "another picture": (lambda r: dataclasses.replace(r, patches=np.concatenate([r.patches] * 2)), "64 picture tokens, its pictures 128"),

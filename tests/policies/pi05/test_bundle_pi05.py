@@ -594,6 +594,7 @@ def test_libero_pictures_reach_the_network_mirrored_and_the_state_in_order(tiny:
     np.testing.assert_array_equal(request["observation/wrist_image"], plates["policy"])
     assert request["observation/state"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     row = load(tiny()).model.row(request)
+    assert isinstance(row.pixels, np.ndarray)
     shown = (row.pixels[0].transpose(1, 2, 0) + 1) / 2 * 255
     small = stretch_area(plates["policy"], 224, 224).astype(np.float32)
     assert np.abs(shown - small).mean() < np.abs(shown - small[:, ::-1]).mean() / 4
