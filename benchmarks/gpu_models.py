@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from _parts import Note, Parts, command_line
+from _stages import followed
 
 from vla_eval import registry
 from vla_eval.arrays import read_npz
@@ -150,9 +151,10 @@ def layers(component: Component) -> dict[str, Any]:
 
 
 def opened(note: Note, bundle: Bundle, **options: Any) -> Any:
-    """The policy, loaded and self-tested."""
-    policy = registry.load_policy(bundle.model, bundle=bundle, backend="tensorrt", **options)
-    note["engines"] = policy.engines  # type: ignore[attr-defined]
+    """The policy, loaded and self-tested, and where the time went."""
+    with followed() as stages:
+        policy = registry.load_policy(bundle.model, bundle=bundle, backend="tensorrt", **options)
+    note.update(stages.data(), engines=policy.engines)  # type: ignore[attr-defined]
     note["allocated_bytes"] = device(policy).card.allocated
     return policy
 
