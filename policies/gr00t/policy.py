@@ -43,6 +43,10 @@ class Gr00tPolicy:
         self.runtime = runtime
         self._tokens = tokens
         self._grid = seen_grid(contract.pictures)
+        self._wanted: dict[str, tuple[np.dtype[Any], tuple[int | str, ...]]] = {
+            **{f"video.{camera}": (np.dtype(np.uint8), ("B", 1, "H", "W", 3)) for camera in contract.cameras},
+            **{f"state.{group.key}": (np.dtype(np.float32), ("B", 1, group.dim)) for group in contract.state},
+        }
         self._patches: list[NDArray[np.float32]] = []  # one buffer for each row of the largest batch so far
 
     def infer(self, observation: Mapping[str, Any], *, noise: Vector | None = None, seed: int = 0) -> dict[str, NDArray[np.float32]]:
@@ -122,12 +126,7 @@ class Gr00tPolicy:
 
     def _check(self, observation: Mapping[str, Any]) -> int:
         """The number of robots, if every key is there, known, and of the dtype and shape that the contract says."""
-        contract = self.contract
-        wanted: dict[str, tuple[str, tuple[int | str, ...]]] = {
-            **{f"video.{camera}": ("uint8", ("B", 1, "H", "W", 3)) for camera in contract.cameras},
-            **{f"state.{group.key}": ("float32", ("B", 1, group.dim)) for group in contract.state},
-        }
-        known = {*wanted, contract.language_key}
+        wanted, known = self._wanted, {*self._wanted, self.contract.language_key}
         if missing := known - set(observation):
             raise InvalidObservation(
                 f"the observation lacks {', '.join(sorted(missing))}; it has {', '.join(sorted(observation)) or 'nothing'}"
@@ -143,15 +142,17 @@ class Gr00tPolicy:
                 isinstance(value, np.ndarray)
                 and value.dtype == dtype
                 and value.ndim == len(shape)
-                and all(n == m if isinstance(m, int) else n > 0 for n, m in zip(value.shape, shape, strict=True))
+                and value.size > 0
+                and all(n == m or isinstance(m, str) for n, m in zip(value.shape, shape, strict=True))
             )
             if not fits or value.shape[0] != (batch := batch or int(value.shape[0])):
                 told = f"{dtype} [{', '.join(map(str, shape))}]" + (f" with B = {batch}" if batch else "")
                 raise InvalidObservation(f"{key} is {_kind(value)}, wanted {told}")
-            if dtype == "uint8" and max(value.shape[2:4]) > MOST_SIDE:
+            if dtype == np.uint8 and max(value.shape[2:4]) > MOST_SIDE:
                 raise InvalidObservation(f"{key} is {value.shape[2]} × {value.shape[3]} pixels; a side may have {MOST_SIDE}")
-            if dtype == "float32" and not np.isfinite(value).all():
-                raise InvalidObservation(f"{key} holds NaN or infinity")
+        states = {key: observation[key] for key, (dtype, _) in wanted.items() if dtype == np.float32}
+        if states and not np.isfinite(np.concatenate([*states.values()], axis=-1)).all():
+            raise InvalidObservation(f"{next(key for key, value in states.items() if not np.isfinite(value).all())} holds NaN or infinity")
         return batch
 
 

@@ -50,6 +50,7 @@ class Tokens:
         self.file = file
         self.size: int = self._pieces.vocab_size()
         self.sha256 = hashlib.sha256(content).hexdigest()
+        self._line = lru_cache(maxsize=256)(self._of_line)  # a task has one instruction
 
     def ids(self, prompt: str, state: Vector | None = None) -> NDArray[np.int64]:
         """[T]: the cleaned text and a newline; with a normalised state [N], which is then written into the prompt, the longer form.
@@ -59,7 +60,7 @@ class Tokens:
         """
         text = clean(prompt)
         if state is None:
-            ids = [*self._encoded(text, bos=True), *self._encoded("\n", bos=False)]
+            ids = self._line(text)
             if len(ids) > PROMPT_TOKENS:
                 _log.warning("a prompt of %d tokens is cut to %d, as in training: %r", len(ids), PROMPT_TOKENS, text[:60])
         else:
@@ -70,6 +71,9 @@ class Tokens:
                     f"the prompt is {len(ids)} tokens long; beyond {PROMPT_TOKENS} it loses its action marker: shorten the instruction"
                 )
         return np.array(ids[:PROMPT_TOKENS], np.int64)
+
+    def _of_line(self, text: str) -> list[int]:
+        return [*self._encoded(text, bos=True), *self._encoded("\n", bos=False)]
 
     def _encoded(self, text: str, *, bos: bool) -> list[int]:
         encoded: list[int] = self._pieces.encode(text, add_bos=bos, add_eos=False)

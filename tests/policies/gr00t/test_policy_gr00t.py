@@ -113,6 +113,7 @@ def test_a_wrong_array_is_refused_by_key_with_what_it_has_and_what_is_wanted(cas
     [
         ({"state.x": None}, r"^state\.x is NoneType"),
         ({"state.x": np.full((1, 1, 1), np.nan, np.float32)}, r"^state\.x holds NaN"),
+        ({"state.gripper": np.array([[[0, np.inf]]], np.float32)}, r"^state\.gripper holds NaN or infinity"),
         ({"state.wrist": np.zeros((1, 1, 1), np.float32)}, r"has state\.wrist, which this policy does not take"),
         ({"video.image": np.zeros((2, 1, 256, 256, 3), np.uint8)}, r"with B = 2"),
         ({"video.image": np.zeros((1, 1, 0, 256, 3), np.uint8)}, r"^video\.image is uint8 \[1, 1, 0, 256, 3\]"),

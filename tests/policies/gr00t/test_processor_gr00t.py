@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -184,6 +185,30 @@ def test_actions_equal_the_reference(contracts: dict[str, Contract], references:
         for key, actions in processor.decode_chunk(contract, chunk).items():
             np.testing.assert_array_equal(actions, arrays[f"{where}.{key}"])
             assert actions.dtype == np.float32
+
+
+def test_groups_that_are_scaled_together_give_what_each_gives_alone(contracts: dict[str, Contract]) -> None:
+    rng = np.random.default_rng(0)
+
+    def group(key: str, dim: int, encoding: Any) -> Group:
+        first = tuple(rng.uniform(-1, 0, dim).tolist())
+        second = tuple((np.array(first) + rng.uniform(0, 1, dim) * (np.arange(dim) != 1)).tolist())  # the second number never moved
+        return Group(key, dim, encoding, *((first, second) if encoding != "sin_cos" else ()))
+
+    kinds = ["bounds", "bounds", "sin_cos", "sin_cos", "mean_std", "mean_std", "bounds"]
+    groups = tuple(group(f"g{i}", 1 + i % 3, kind) for i, kind in enumerate(kinds))
+    moved = tuple(one for one in groups if one.encoding != "sin_cos")
+    contract = dataclasses.replace(contracts["libero_sim"], state=groups, action=moved)
+    state = {one.key: rng.uniform(-2, 2, one.dim).astype(np.float32) for one in groups}
+    alone = np.concatenate([processor.encode(one, state[one.key], clip=contract.clip_state) for one in groups])
+    np.testing.assert_array_equal(processor.encode_state(contract, state)[0, : alone.size], alone)
+    chunk, start = rng.uniform(-2, 2, (2, 40, 132)).astype(np.float32), 0
+    decoded = processor.decode_chunk(contract, chunk)
+    assert list(decoded) == [one.key for one in moved]
+    for one in moved:
+        values = chunk[:, : contract.horizon, start : start + one.dim]
+        np.testing.assert_array_equal(decoded[one.key], processor.decode(one, values))
+        start += one.dim
 
 
 def test_an_excluded_state_is_zeros(contracts: dict[str, Contract]) -> None:
