@@ -25,14 +25,13 @@ from vla_eval.run.wire import (
     WireError,
     chunk_from,
     interface_from,
-    known_by,
     pack,
     request_from,
     request_map,
     shallow,
     unpack,
 )
-from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, Interface, Observation, Request
+from vla_eval.types import ARM_ACTION, ARM_STATE, ActionChunk, Interface, InvalidObservation, Observation, Request
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_nouns_cross_the_wire_unchanged() -> None:
         ),
         seed=2**32 - 1, task="t@p/0", trial=3, step=8, memory=b"\x00\xff",
     )  # fmt: skip
-    back = request_from(unpack(pack({"kind": "x", "r": request_map(request, {})})[12:])["r"], {})
+    back = request_from(unpack(pack({"kind": "x", "r": request_map(request, {})[0]})[12:])["r"], {})
     assert (back.seed, back.task, back.trial, back.step, back.memory) == (2**32 - 1, "t@p/0", 3, 8, b"\x00\xff")
     assert back.observation["state"]["eef_pos"].tobytes() == request.observation["state"]["eef_pos"].tobytes()
     assert back.observation["privileged"]["goal"] == [("on", "a", "b")]
@@ -174,8 +173,8 @@ class Asking:
     def ask(self, truth: Any) -> tuple[int, Any]:
         """The bytes that crossed, and the truth that arrived."""
         request = Request(Observation(images={}, state={}, instruction="lift", privileged=truth), 1, "t@p/0", 0, 0, None)
-        frame = pack({"kind": "ask", "request": request_map(request, self.here)})
-        self.here = known_by(request)
+        asked, self.here = request_map(request, self.here)
+        frame = pack({"kind": "ask", "request": asked})
         return len(frame), request_from(unpack(frame[12:])["request"], self.there).observation["privileged"]
 
 
@@ -211,6 +210,11 @@ def test_what_changed_in_place_or_was_replaced_crosses_again() -> None:
     asking.ask(truth({"a": view}))
     whole[1] = 3
     np.testing.assert_array_equal(asking.ask(truth({"a": view}))[1]["shapes"]["a"], [[0] * 4, [3] * 4])
+    lock = read_only(np.zeros((2, 4)))
+    asking.ask(truth({"a": lock}))
+    lock.flags.writeable = True
+    lock[1] = 5
+    np.testing.assert_array_equal(asking.ask(truth({"a": lock}))[1]["shapes"]["a"], [[0] * 4, [5] * 4])
     fixed = {"a": read_only(np.ones((2, 4)))}
     asking.ask(truth(fixed))
     fixed["a"] = read_only(np.full((2, 4), 2.0))  # in the same map
@@ -232,26 +236,104 @@ def test_a_policy_cannot_change_what_later_requests_share() -> None:
     assert list(asking.ask(truth(shapes))[1]["shapes"]) == ["a"]
 
 
-def test_arrays_of_one_shape_arrive_by_name_and_can_be_written_to() -> None:
+def test_numbers_arrive_by_name_whatever_their_type_and_shape_and_can_be_written_to() -> None:
     poses = {name: np.arange(7.0) + number for number, name in enumerate("abc")}
-    mixed: dict[str, Any] = {"a": np.zeros(3), "b": np.zeros(3, np.float32), "c": np.zeros(4)}
-    _, arrived = Asking().ask(truth({}, poses=poses, joints=mixed, regions={"n": np.array(2.0), "m": np.array(3.0)}))
-    assert list(arrived["poses"]) == list("abc")
-    for name, pose in poses.items():
-        np.testing.assert_array_equal(arrived["poses"][name], pose)
-    arrived["poses"]["a"][:] = -1
-    np.testing.assert_array_equal(arrived["poses"]["b"], poses["b"])
-    assert {name: (array.dtype, array.shape) for name, array in arrived["joints"].items()} == {
-        name: (array.dtype, array.shape) for name, array in mixed.items()
-    }
-    assert arrived["regions"]["m"].shape == ()
+    mixed: dict[str, Any] = {"a": np.zeros(3), "b": np.ones(3, np.float32), "c": np.zeros((2, 2)), "d": np.array(2.0)}
+    asking = Asking()
+    for turn in range(2):
+        _, arrived = asking.ask(truth({}, poses=poses, joints=mixed, regions={"n": np.array([]), "m": np.array([3.0, 4.0])[::-1]}))
+        assert list(arrived["poses"]) == list("abc"), turn
+        for name, pose in poses.items():
+            np.testing.assert_array_equal(arrived["poses"][name], pose)
+        arrived["poses"]["a"][:] = -1
+        arrived["joints"]["a"][:] = -1
+        np.testing.assert_array_equal(arrived["poses"]["b"], poses["b"])
+        assert {name: (array.dtype, array.shape) for name, array in arrived["joints"].items()} == {
+            name: (array.dtype, array.shape) for name, array in mixed.items()
+        }
+        assert (arrived["joints"]["b"] == 1).all()
+        assert arrived["regions"]["n"].shape == (0,)
+        np.testing.assert_array_equal(arrived["regions"]["m"], [4.0, 3.0])
 
 
-@pytest.mark.parametrize("rows", [["a"], ["a", "b", "c"], ["a", 2], "ab", None, 2])
-def test_rows_that_are_not_what_they_claim_are_refused(rows: Any) -> None:
-    array = {b"__ndarray__": True, b"data": bytes(32), b"dtype": "<f8", b"shape": [2, 2], b"rows": rows}
-    with pytest.raises(WireError, match="rows"):
-        unpack(msgpack.packb({"kind": "x", "array": array}))
+def test_numbers_whose_form_changes_arrive_as_what_they_are_now() -> None:
+    asking = Asking()
+    for poses in (
+        {"a": np.array([1.0, 2.0]), "b": np.array([3.0])},
+        {"a": np.array([1.0]), "b": np.array([2.0, 3.0])},  # as many numbers
+        {"b": np.array([2.0, 3.0]), "a": np.array([1.0])},
+        {"c": np.array([2.0, 3.0]), "a": np.array([1.0])},
+        {"c": np.array([2.0, 3.0], np.float32), "a": np.array([1.0])},
+        {"c": np.array([[2.0, 3.0]]), "a": np.array([1.0])},
+        {},
+        {"c": np.array([2.0, 3.0]), "a": np.array([1.0])},
+    ):
+        _, arrived = asking.ask(truth({}, poses=poses, joints={"j": np.array([9.0])}))
+        assert list(arrived["poses"]) == list(poses)
+        for name, numbers in poses.items():
+            assert (arrived["poses"][name].dtype, arrived["poses"][name].tolist()) == (numbers.dtype, numbers.tolist())
+        assert arrived["joints"]["j"].tolist() == [9.0]
+
+
+def test_numbers_that_are_no_arrays_are_said_and_not_sent() -> None:
+    with pytest.raises(InvalidObservation, match=r"poses, joints and regions of an observation have to be arrays by name \('list'"):
+        Asking().ask(truth({}, poses={"a": [1.0, 2.0]}))
+
+
+def test_names_of_numbers_cross_once() -> None:
+    asking, poses = Asking(), {f"{number:0100}": np.zeros(7) for number in range(10)}
+    first, _ = asking.ask(truth({}, poses=poses))
+    later, arrived = asking.ask(truth({}, poses=poses))
+    assert later < first - 10 * 100
+    assert list(arrived["poses"]) == list(poses)
+
+
+def test_requests_with_and_without_truth_may_take_turns() -> None:
+    here, there = Known(), Known()
+    for turn, privileged in enumerate((True, False, True, False)):
+        observation = Observation(images={}, state={"x": np.array([turn, 1.0])}, instruction="lift")
+        if privileged:
+            observation["privileged"] = truth({"a": read_only(np.ones((2, 4)))}, poses={"p": np.array([5.0])})
+        asked, here = request_map(Request(observation, 1, "t@p/0", 0, 0, None), here)
+        arrived = request_from(unpack(pack({"kind": "ask", "request": asked})[12:])["request"], there).observation
+        assert arrived["state"]["x"].tolist() == [turn, 1.0]
+        assert ("privileged" in arrived) == privileged
+        if privileged:
+            assert arrived["privileged"]["poses"]["p"].tolist() == [5.0]
+            assert (arrived["privileged"]["shapes"]["a"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "numbers"),
+    [
+        ([["state", ["a"], [3]]], bytes(16)),
+        ([["state", ["a"], [1]]], bytes(16)),
+        ([["state", ["a"], [2]]], bytes(15)),
+        ([["state", ["a"], [-2]], ["poses", ["b"], [4]]], bytes(16)),
+        ([["state", ["a"], [2.0]]], bytes(16)),
+        ([["state", ["a"], [True]]], bytes(8)),
+        ([["state", ["a", "b"], [2]]], bytes(16)),
+        ([["state", [7], [2]]], bytes(16)),
+        ([["state", [["a"]], [2]]], bytes(16)),
+        ([["poses", ["a"], [2]]], bytes(16)),
+        ([["state", "a"]], bytes(16)),
+        (["state"], bytes(16)),
+        (7, bytes(16)),
+        (None, bytes(16)),  # of which nothing has been said before
+        ([["state", ["a"], [2]]], None),
+        ([["state", ["a"], [2]]], 16),
+    ],
+)
+def test_numbers_that_are_not_what_they_claim_are_refused(form: Any, numbers: Any) -> None:
+    request = {"observation": {"images": {}, "instruction": "lift"}, "other": {}, "form": form, "numbers": numbers}
+    with pytest.raises(WireError, match="observation in a message"):
+        request_from(request | {"seed": 1, "task": "t@p/0", "trial": 0, "step": 0, "memory": None}, {})
+
+
+@pytest.mark.parametrize("wrong", [{}, None, 7, [1, 2], {"observation": 1, "form": [], "numbers": b"", "other": {}}])
+def test_what_is_no_request_is_refused(wrong: Any) -> None:
+    with pytest.raises(WireError, match="in a message"):
+        request_from(wrong, {})
 
 
 def test_a_message_larger_than_the_socket_holds_arrives_whole(ends: tuple[Connection, socket.socket]) -> None:

@@ -130,11 +130,11 @@ def _play(
             observation, _, terminated, truncated, info = env.step(action)
             clock.lap("simulation")
             so_far.steps += 1
-            state = snapshot()
+            said, state = _info(info, task), snapshot()
             for recorder in recorders:
-                recorder.step(action, observation, _info(info, task), state)
+                recorder.step(action, observation, said, state)
             clock.lap("recording")
-            if info["is_success"]:
+            if said["is_success"]:
                 return "success"
             if terminated or truncated or so_far.steps >= task.max_steps:
                 return "failure"

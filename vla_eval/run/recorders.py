@@ -153,8 +153,8 @@ class FrameRecorder:
 def proprio(observation: Observation) -> Vector:
     """[8] float32: position, axis-angle, fingers; where an environment has another state, its vectors one after another."""
     state = observation["state"]
-    keys = list(ARM_STATE) if ARM_STATE.keys() <= state.keys() else list(state)
-    return np.concatenate([np.atleast_1d(state[key]) for key in keys]).astype(np.float32)
+    keys = ARM_STATE if ARM_STATE.keys() <= state.keys() else state
+    return np.concatenate([state[key] for key in keys], axis=None, dtype=np.float32, casting="same_kind")
 
 
 def _texts(names: list[str]) -> Vector:

@@ -2,7 +2,7 @@
 
 A frame is four bytes of magic, eight of length (big-endian), then that many bytes of msgpack. The first twelve decide whether anything more
 is read, so a stranger's bytes cost nothing. A policy is asked every few steps, so what its observations repeat (the shapes of things)
-crosses once, and arrays of one shape cross as the rows of one.
+crosses once, and what they measure crosses as one run of numbers, whose names and lengths have crossed before.
 """
 
 from __future__ import annotations
@@ -15,24 +15,32 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from ..arrays import check_plain
-from ..types import ActionChunk, BadRequest, EpisodeRecord, Interface, Meaning, Request, Task, Vector, VlaEvalError
+from ..types import ActionChunk, BadRequest, EpisodeRecord, Interface, InvalidObservation, Meaning, Request, Task, Vector, VlaEvalError
 
 MAGIC = b"VLA1"
 LIMIT_BYTES = 256 << 20  # of one message: a few hundred pictures
 _HEAD = struct.Struct(">4sQ")
 _PIECE = 1 << 18  # memory follows the bytes that arrive, never the length that is claimed
-_ROWS = b"rows"
+_FLOAT = np.dtype(np.float64)
 _STEADY = ("extents", "shapes", "parents")  # of the privileged observation: what a task's steps hardly ever change
+_MEASURED = ("poses", "joints", "regions")  # of the privileged observation: what every step changes
 
 Message = dict[str, Any]
-Known = dict[str, Mapping[str, Any]]  # what of a privileged observation has crossed and need not again
+Known = dict[str, Any]  # what of a request has crossed and need not again: its steady maps, and the form of its numbers
 T = TypeVar("T")
+
+
+class Form(NamedTuple):
+    """What a run of numbers is: of each map its vectors, by name, and where in the run they lie."""
+
+    places: list[tuple[str, list[tuple[str, slice]]]]
+    length: int
 
 
 class WireError(VlaEvalError):
@@ -173,24 +181,7 @@ def _array(found: dict[Any, Any]) -> Any:
         raise WireError(f"an array in a message claims the shape {shape}")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise WireError(f"an array in a message claims the shape {shape} of {dtype}, but {len(data)} bytes are there")
-    array: Vector = np.ndarray(shape, dtype, bytearray(data))  # a copy of its own: policies may write into it
-    return _rows(found[_ROWS], array) if _ROWS in found else array
-
-
-def _together(arrays: Mapping[str, Any]) -> Mapping[Any, Any]:
-    """Arrays of one shape and type as one, with its rows' names; others as they are."""
-    kinds = {(value.dtype, value.shape) if isinstance(value, np.ndarray) else None for value in arrays.values()}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    if kind is None or not kind[1]:
-        return arrays
-    data = b"".join([value.tobytes() for value in arrays.values()])
-    return {b"__ndarray__": True, b"data": data, b"dtype": _text(kind[0]), b"shape": (len(arrays), *kind[1]), _ROWS: list(arrays)}
-
-
-def _rows(names: Any, array: Vector) -> dict[str, Vector]:
-    if not isinstance(names, list) or array.ndim < 2 or len(array) != len(names) or not all(isinstance(name, str) for name in names):
-        raise WireError(f"an array in a message claims the shape {array.shape} and the rows {names!r:.80}")
-    return dict(zip(names, array, strict=True))
+    return np.ndarray(shape, dtype, bytearray(data))  # a copy of its own: policies may write into it
 
 
 @lru_cache(maxsize=64)
@@ -240,52 +231,96 @@ def interface_from(data: Any) -> Interface:
         raise WireError(f"an interface in a message is none ({error})") from error
 
 
-def request_map(request: Request, known: Known) -> dict[str, Any]:
-    """A request as a map, without what the other side knows. Once it is sent, that is `known_by(request)`."""
-    if "privileged" not in request.observation:
-        return shallow(request)
-    truth: Mapping[str, Any] = request.observation["privileged"]
-    news = {
-        key: _together(value) if isinstance(value, dict) else value
-        for key, value in truth.items()
-        if not (key in known and _same(value, known[key]))
-    }
-    return shallow(request) | {"observation": {**request.observation, "privileged": news}}
-
-
-def known_by(request: Request) -> Known:
-    """What who has this request knows of the next one's observation, if nothing of that changes."""
-    truth: Mapping[str, Any] = request.observation.get("privileged", {})
-    return {key: dict(truth[key]) for key in _STEADY if key in truth}
+def request_map(request: Request, known: Known) -> tuple[Message, Known]:
+    """A request as a map, without what the other side knows; and what that knows once it has this map."""
+    observation: dict[str, Any] = dict(request.observation)
+    groups, now = {"state": observation.pop("state")}, Known()
+    if "privileged" in observation:
+        news: dict[str, Any] = dict(observation["privileged"])
+        groups |= {key: news.pop(key) for key in _MEASURED if key in news}
+        for key in _STEADY:
+            if key in news and _same(news[key], known.get(key)):
+                now[key] = known[key]
+                del news[key]
+            elif key in news and all(_still(value) for value in news[key].values()):
+                now[key] = dict(news[key])
+        observation["privileged"] = news
+    try:
+        form = [(key, [(name, value.dtype, value.shape) for name, value in group.items()]) for key, group in groups.items()]
+    except AttributeError as error:
+        raise InvalidObservation(f"state, poses, joints and regions of an observation have to be arrays by name ({error})") from error
+    again = form == known.get("form")
+    now["form"], now["run"] = form, known["run"] if again else [key for key, arrays in form if _are_vectors(arrays)]
+    return {
+        "observation": observation,
+        "other": {key: group for key, group in groups.items() if key not in now["run"]},
+        "form": None if again else [(key, list(groups[key]), [len(value) for value in groups[key].values()]) for key in now["run"]],
+        "numbers": b"".join([value.tobytes() for key in now["run"] for value in groups[key].values()]),
+        "seed": request.seed,
+        "task": request.task,
+        "trial": request.trial,
+        "step": request.step,
+        "memory": request.memory,
+    }, now
 
 
 def request_from(data: Any, known: Known) -> Request:
     """The request that `request_map` made a map of; `known` is what came before, and is brought up to date. Policies cannot write to it."""
-    request = _noun(Request, data)
-    observation: Any = request.observation
     try:
+        observation, form = data.pop("observation"), data.pop("form")
+        if form is not None:
+            known["form"] = _placed(form)
+        groups = data.pop("other") | _spread(known["form"], data.pop("numbers"))
+        observation["state"] = groups.pop("state")
         if "privileged" in observation:
             news = observation["privileged"]
             for key in _STEADY:
                 if key in news:
                     known[key] = {name: _fixed(value) for name, value in news[key].items()}
-            truth = {**news, **{key: dict(value) for key, value in known.items()}}
+            truth = observation["privileged"] = news | groups | {key: dict(known[key]) for key in _STEADY if key in known}
             truth["goal"] = [tuple(conjunct) for conjunct in truth["goal"]]  # msgpack has lists only
-            observation["privileged"] = truth
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise WireError(f"an observation in a message is none ({error})") from error
-    return request
+    return _noun(Request, {**data, "observation": observation})
 
 
-def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+def _are_vectors(arrays: list[tuple[str, np.dtype, tuple[int, ...]]]) -> bool:
+    return all(dtype == _FLOAT and len(shape) == 1 for _, dtype, shape in arrays)
+
+
+def _spread(form: Form, numbers: bytes) -> dict[str, dict[str, Vector]]:
+    """A run of numbers as the maps that it was made of; policies may write into them."""
+    if len(numbers) != form.length * _FLOAT.itemsize:
+        raise WireError(f"an observation in a message claims {form.length} numbers, but holds {numbers!r:.80}")
+    run: Vector = np.frombuffer(bytearray(numbers), _FLOAT)
+    return {key: {name: run[place] for name, place in places} for key, places in form.places}
+
+
+def _placed(form: Any) -> Form:
+    """Where in a run each vector lies."""
+    at, found = 0, []
+    for key, names, lengths in form:
+        if not all(type(name) is str for name in names) or not all(type(length) is int and length >= 0 for length in lengths):
+            raise WireError(f"an observation in a message claims the numbers {names!r:.80} of lengths {lengths!r:.80}")
+        places = []
+        for name, length in zip(names, lengths, strict=True):
+            places.append((name, slice(at, at + length)))
+            at += length
+        found.append((key, places))
+    return Form(found, at)
+
+
+def _same(now: Mapping[str, Any], then: Mapping[str, Any] | None) -> bool:
     """Whether these are the very things that were sent: text, or arrays that nobody can have written to since."""
-    return now.keys() == then.keys() and all(_still(value, then[name]) for name, value in now.items())
+    return then is not None and list(now) == list(then) and all(_unchanged(value, then[name]) for name, value in now.items())
 
 
-def _still(now: Any, then: Any) -> bool:
-    if isinstance(now, np.ndarray):
-        return now is then and not now.flags.writeable and now.base is None
-    return bool(now == then)
+def _unchanged(now: Any, then: Any) -> bool:
+    return not now.flags.writeable and now is then if isinstance(now, np.ndarray) else bool(now == then)
+
+
+def _still(value: Any) -> bool:
+    return not isinstance(value, np.ndarray) or (not value.flags.writeable and value.base is None)
 
 
 def _fixed(value: Any) -> Any:

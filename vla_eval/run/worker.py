@@ -19,7 +19,7 @@ from ..contract import Env, open_env
 from ..types import EpisodeRecord, Interface, Recorder, Request, Task, VlaEvalError
 from .episode import Answer, Facts, PolicyRaised, facts_of, guarded, rollout, told
 from .recorders import ArrayRecorder, FrameRecorder, TraceRecorder
-from .wire import Connection, Known, Message, WireError, chunk_from, interface_from, known_by, request_map, shallow, task_from
+from .wire import Connection, Known, Message, WireError, chunk_from, interface_from, request_map, shallow, task_from
 
 ANSWER_SECONDS = 3600.0  # a worker's patience with the policy's process: its first answer may build engines
 SEND_SECONDS = 60.0
@@ -79,8 +79,9 @@ def _serve(connection: Connection, trace: Any) -> None:
 
     def ask(request: Request) -> Answer:
         nonlocal known
-        connection.send({"kind": "ask", "request": request_map(request, known)}, SEND_SECONDS)
-        known = known_by(request)
+        asked, told_now = request_map(request, known)
+        connection.send({"kind": "ask", "request": asked}, SEND_SECONDS)
+        known = told_now  # only now: what could not be sent is not known
         reply = connection.receive(ANSWER_SECONDS)
         if reply["kind"] == "raised":
             raise PolicyRaised(reply["error"])
