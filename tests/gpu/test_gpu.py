@@ -20,16 +20,24 @@ from vla_eval.engines.bundle import Bundle
 from vla_eval.engines.card import Card
 from vla_eval.engines.trt_build import build_component, card_here, plan_file, record_of
 from vla_eval.engines.verify import SELFTEST, compare, trace
+from vla_eval.policies import sight
+from vla_eval.policies.flow import draw_noise
+from vla_eval.policies.gr00t import processor as gr00t_host
 from vla_eval.policies.gr00t.policy import Gr00tPolicy, open_policy
 from vla_eval.policies.gr00t.recipe import recipe as gr00t
+from vla_eval.policies.gr00t.runtime import Inputs as Gr00tInputs
+from vla_eval.policies.pi05 import processor as pi05_host
+from vla_eval.policies.pi05.policy import open_policy as open_pi05
 from vla_eval.policies.pi05.recipe import recipe as pi05
 from vla_eval.policies.pi05.runtime import Inputs, Pi05Runtime
+from vla_eval.policies.sight import Pictures
 
 pytestmark = pytest.mark.gpu
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WORDS = "annotation.human.action.task_description"
 SHORT, LONG = "pick up the bowl", "put the white mug on the left plate and close the drawer"
+OTHER = "pick up the drawer"  # as long as SHORT in GR00T's tokens
 Make = Callable[..., Bundle]
 
 
@@ -139,6 +147,38 @@ def test_pi05_replays_give_the_bits_of_the_plain_request(made: Make) -> None:
         assert np.array_equal(runtime([rows[i]])[0].chunk, first[i])
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_pictures_that_the_card_packs_give_the_bits_of_those_that_the_host_packs(made: Make, dtype: str) -> None:
+    policy = open_policy(made("gr00t", dtype), backend="tensorrt")
+    for seed, words in ((0, SHORT), (0, SHORT), (1, LONG), (2, SHORT), (3, OTHER), (4, SHORT)):
+        seen = observation(seed, words)
+        ((pictures, grid, ids, state),) = policy.rows(seen)
+        assert isinstance(pictures, Pictures)
+        packed = gr00t_host.pack(
+            [gr00t_host.see(seen[f"video.{camera}"][0, 0], policy.contract.pictures) for camera in policy.contract.cameras]
+        )
+        ours, theirs = (policy.runtime([Gr00tInputs(way, grid, ids, state, draw_noise(5, 40, 132))])[0].chunk for way in (pictures, packed))
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("size", [(256, 256), (30, 52), None], ids=["square", "wide", "the network's"])
+def test_pi05s_pictures_that_the_card_packs_give_the_bits_of_those_that_the_host_packs(
+    made: Make, dtype: str, size: tuple[int, int] | None
+) -> None:
+    policy, rng = open_pi05(made("pi05", dtype), backend="tensorrt"), np.random.default_rng(0)
+    side = policy.runtime.geometry.vision.image
+    for words in (SHORT, SHORT, LONG, SHORT, OTHER, SHORT):
+        seen = [rng.integers(0, 256, (*(size or (side, side)), 3), np.uint8) for _ in range(2)]
+        row = policy.row(
+            {"observation/image": seen[0], "observation/wrist_image": seen[1], "observation/state": np.zeros(8), "prompt": words}
+        )
+        assert isinstance(row.pixels, Pictures)
+        noise = draw_noise(5, policy.runtime.horizon, policy.runtime.width)
+        ours, theirs = (policy.runtime([Inputs(way, row.token_ids, noise)])[0].chunk for way in (row.pixels, pi05_host.pixels(seen, side)))
+        assert np.array_equal(ours, theirs)
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it(made: Make) -> None:
     policy = open_policy(made("gr00t", "fp16", batch=2), backend="tensorrt")
     a, b = observation(0), observation(1)
@@ -196,3 +236,28 @@ def test_the_kernels_give_numpys_bits() -> None:
         assert np.array_equal(out.to_host().reshape(18, 64), kernels.place(given, ids, features, slots))
     with pytest.raises(TypeError, match="to_host"):
         np.asarray(out)
+
+
+@pytest.mark.parametrize(
+    ("how", "size", "wanted"),
+    [
+        (sight.area, (243, 243), (256, 256)), (sight.area, (121, 243), (256, 256)), (sight.bordered, (256, 256), 224),
+        (sight.bordered, (480, 640), 224), (sight.bordered, (7, 9), 224),
+    ],
+)  # fmt: skip
+def test_the_card_stretches_pictures_byte_for_byte_as_numpy_does(how: Any, size: tuple[int, int], wanted: Any) -> None:
+    card, rng, by = Card(), np.random.default_rng(0), how(size, wanted)
+    for seen in (rng.integers(0, 256, (3, *size, 3), np.uint8), np.full((3, *size, 3), 255, np.uint8)):
+        into = card.empty((3, len(by.down.at), len(by.across.at), 3), "uint8")
+        card.stretch(card.load(seen), into, by, [card.load(part) for taps in (by.down, by.across) for part in taps])
+        assert np.array_equal(into.to_host(), kernels.stretch(seen, by))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("how", [gr00t_host.reading((256, 256)), pi05_host.reading(224)], ids=["gr00t", "pi05"])
+def test_the_card_reads_pictures_bit_for_bit_as_numpy_does(how: sight.Reading, dtype: str) -> None:
+    card, seen = Card(), np.random.default_rng(0).integers(0, 256, (3, *how.size, 3), np.uint8)
+    table = how.numbers if dtype == "float32" else kernels.narrow(how.numbers, dtype)
+    into = card.empty((3, how.order.size), dtype)
+    card.look_up(card.load(seen), card.load(how.order), card.load(table), into)
+    assert into.to_host().tobytes() == kernels.look_up(seen, how.order, table).tobytes()
