@@ -56,8 +56,9 @@ def libero() -> Iterator[Callable[[str, int], LiberoEnv]]:
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[Any], None]]:
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Callable[[Any], None]]:
     """A card played by host memory and ONNX Runtime (`emulated_card.py`), and a function that puts plans beside a bundle's graphs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # of compiled kernels: not the user's
     spec = spec_from_file_location("emulated_card", Path(__file__).with_name("emulated_card.py"))
     assert spec is not None
     assert spec.loader is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from vla_eval.engines import few_rows
@@ -11,6 +13,13 @@ from vla_eval.policies.gr00t import dit
 from vla_eval.policies.pi05 import expert
 from vla_eval.policies.pi05.configuration import RELEASED
 from vla_eval.types import VlaEvalError
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the user's cache keeps is not compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
 
 SOURCE = few_rows._SOURCE.read_text(encoding="utf-8")
 RELEASED_PRODUCTS = {

@@ -33,8 +33,8 @@ def test_a_load_is_followed_through_its_stages(
         registry.load_policy(model, bundle=bundle.path, backend="tensorrt")
     took, said = time.perf_counter() - began, stages.data()
     assert Card.load is upload  # what was patched is put back
-    known = {*STAGES, "rest"} - {"runtime cache", *(["scale the token table"] if model == "gr00t" else [])}
-    assert {stage for stage, seconds in stages.seconds.items() if seconds > 0} >= known - {"TensorRT's library"}
+    seldom = {"runtime cache", "TensorRT's library", "compile", *(["scale the token table"] if model == "gr00t" else [])}
+    assert {stage for stage, seconds in stages.seconds.items() if seconds > 0} >= {*STAGES, "rest"} - seldom
     assert min(stages.seconds.values()) >= 0
     assert sum(stages.seconds.values()) <= took
     files = {file["file"]: file["bytes"] for file in said["files"]}

@@ -5,6 +5,11 @@ N rows, W 16-byte words in a row; V pictures of H rows and W columns, K pixels t
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -13,6 +18,8 @@ from numpy.typing import NDArray
 
 from ..types import Vector, VlaEvalError
 
+_log = logging.getLogger(__name__)
+_DIGEST = 32  # bytes of a SHA-256
 WORD = 16  # bytes that one thread moves at once: rows are multiples of it
 
 SOURCE = r"""
@@ -151,7 +158,47 @@ def look_up(pictures: NDArray[np.uint8], order: NDArray[np.int32], table: Vector
 
 
 def compiled(source: str, sm: str, *options: str) -> bytes:
-    """CUDA source as machine code for a card such as "sm90". Raises VlaEvalError with the compiler's words."""
+    """CUDA source as machine code for a card such as "sm90", compiled once: the user's cache keeps it, by all that it depends on.
+
+    Raises VlaEvalError with the compiler's words.
+    """
+    from cuda.bindings import nvrtc
+    from platformdirs import user_cache_path
+
+    _, *version = nvrtc.nvrtcVersion()
+    key = hashlib.sha256(json.dumps([version, sm, options, source]).encode()).hexdigest()
+    file = user_cache_path("vla-eval") / "kernels" / f"{key[:32]}.cubin"
+    code = _kept(file)
+    if code is None:
+        code = _compiled(source, sm, *options)
+        _keep(file, code)
+    return code
+
+
+def _kept(file: Path) -> bytes | None:
+    """Code that was kept: its digest stands before it and is checked before anybody loads it."""
+    try:
+        whole = file.read_bytes()
+    except OSError:
+        return None
+    digest, code = whole[:_DIGEST], whole[_DIGEST:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    _log.warning("%s is damaged; the kernels are compiled again", file)
+    return None
+
+
+def _keep(file: Path, code: bytes) -> None:
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(hashlib.sha256(code).digest() + code)
+        temporary.replace(file)
+    except OSError as error:
+        _log.info("%s cannot be written (%s); the next start compiles again", file, error)
+
+
+def _compiled(source: str, sm: str, *options: str) -> bytes:
     from cuda.bindings import nvrtc
 
     def checked(answer: Any) -> Any:
