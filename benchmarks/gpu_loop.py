@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=1)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--dtype", default="fp16")
-    parser.add_argument("--kernels", default="", help="models that are exported with the denoise loop's own kernels")
+    parser.add_argument("--kernels", default="", help="models that are exported with our kernels' weights")
     parser.add_argument("--backend", default="tensorrt")
     parser.add_argument("--oracle", type=int, default=0, metavar="TRIALS", help="of each task of the suite")
     asked, work = command_line(parser)

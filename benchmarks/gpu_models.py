@@ -5,7 +5,7 @@
 
 With `--batch N` a bundle of batch 1 is made and timed in the same run. `--parity` makes the float32 graphs too and runs them on the CPU:
 some minutes at full size, 14 GB of disk, 30 GB of memory.
-`--kernels` exports the denoise loop's own kernels too and times it both ways. One JSON goes into --out, by default $OUT; whatever fails,
+`--kernels` exports the weights of our own kernels too and times both ways. One JSON goes into --out, by default $OUT; whatever fails,
 the rest stands in it.
 """
 
@@ -90,11 +90,11 @@ def one_route(parts: Parts, asked: argparse.Namespace, route: str, batch: int, c
     policy = parts(f"{name} load, cached", lambda note: opened(note, bundle))
     policy = None
     gc.collect()
-    if asked.kernels and batch == 1:
-        policy = parts(f"{name} load, loop in the engine", lambda note: opened(note, bundle, loop="engine"))
+    if asked.kernels:
+        policy = parts(f"{name} load, plans", lambda note: opened(note, bundle, kernels="no"))
         if policy is not None:
             rehearsal = policy.rehearse(WORDS[asked.model])
-            parts(f"{name} latency, loop in the engine", lambda note: note.update(latency(rehearsal, asked.requests)))
+            parts(f"{name} latency, plans", lambda note: note.update(latency(rehearsal, asked.requests)))
             del rehearsal
         policy = None
         gc.collect()
@@ -121,7 +121,7 @@ def asked_of(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle,
 
 def built(note: Note, asked: argparse.Namespace, checkpoint: Path, out: Path, batch: int, *, direct: bool) -> Bundle:
     """The bundle with its plans; seconds and memory of each build, and the kernels that it runs."""
-    kernels = {"kernels": True} if asked.kernels and batch == 1 else {}
+    kernels = {"kernels": True} if asked.kernels else {}
     bundle: Bundle = recipe(asked, checkpoint, out, dtype=asked.dtype, batch=batch, direct=direct, **kernels)
     if not direct:
         build(bundle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -14,22 +15,25 @@ from vla_eval.engines.bundle import Bundle, Component
 from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, chosen, load_engines
 from vla_eval.engines.few_rows import CARD
+from vla_eval.engines.many_rows import blas
 from vla_eval.engines.verify import SELFTEST, selftest
 from vla_eval.types import BadRequest, ContractMismatch, TensorSpec, Vector
 
 if TYPE_CHECKING:
     from vla_eval.engines.trt_run import TrtEngine
 
+_log = logging.getLogger(__name__)
+
 
 class Components:
-    """A bundle's components, loaded; `engines` replaces loading them, `loop` says what runs the denoise steps."""
+    """A bundle's components, loaded; `engines` replaces loading them, `kernels` says which of them are our own."""
 
     def __init__(
         self, bundle: Bundle, names: Sequence[str], backend: str = "auto", engines: Mapping[str, Engine] | None = None,
-        loop: Loop | None = None, tables: int = 0,
+        kernels: Kernels | None = None, tables: int = 0,
     ) -> None:  # fmt: skip
         """`tables`: bytes that the caller puts on a card beside them. Raises BadRequest for a component that cannot be run here."""
-        self.engines = _load([bundle.component(name) for name in names], backend, loop, tables) if engines is None else dict(engines)
+        self.engines = _load([bundle.component(name) for name in names], backend, kernels, tables) if engines is None else dict(engines)
         self._specs = {name: {spec.name: spec for spec in engine.inputs} for name, engine in self.engines.items()}
         self.about = {name: dict(engine.about) for name, engine in self.engines.items()}
         if (plans := self.plans) is not None and (file := bundle.path / SELFTEST).is_file():
@@ -70,47 +74,67 @@ class Buffer:
         return self._memory[:size].reshape(*shape, self._width)
 
 
-LOOPS = ("auto", "kernels", "engine")
-KERNELS = "kernels"  # the option of an export that wrote weights for them
+KERNELS = "kernels"  # the option of an export that wrote weights for them, and the entry of a component's config.json that describes them
+_SAID = ("auto", "yes", "no")
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
-    """What runs the denoise steps on a GPU: "kernels" of our own, TensorRT's "engine", or "auto": kernels where they can."""
+class Own:
+    """A component in kernels of our own: its engine, and the artifacts that it loads."""
+
+    make: Callable[[Component, Card], Engine]
+    artifacts: Sequence[str]
+    blas: bool = True  # whether it multiplies with cuBLAS
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What answers on a GPU: kernels of our own ("yes"), TensorRT's plans ("no"), or "auto": kernels where they can."""
 
     said: str
-    component: str
-    batch: int
-    make: Callable[[Component, Card], Engine]
-    weights: Sequence[str]  # artifacts that they load
+    components: Mapping[str, Own]
 
     def __post_init__(self) -> None:
-        if self.said not in LOOPS:
-            raise BadRequest(f"unknown loop {self.said!r}; known: {', '.join(LOOPS)}")
+        if self.said not in _SAID:
+            raise BadRequest(f"unknown kernels={self.said!r}; known: {', '.join(_SAID)}")
 
-    def kernels(self, stored: Component, card: Card | None) -> bool:
-        """Whether they run here, and not TensorRT's engine. Raises BadRequest where "kernels" cannot."""
-        problems = [
-            (card is None, "they run on a GPU with TensorRT plans beside them"),
-            (not stored.config["options"].get(KERNELS), "the bundle was exported without --kernels"),
-            (self.batch != 1, f"they answer one robot at a time, and the bundle's batch is {self.batch}"),
-            (
-                card is not None and card.sm != CARD,
-                f"they are written for an H100 or H200, not for {card.name if card else 'this machine'}",
-            ),
-        ]
-        why = [what for wrong, what in problems if wrong]
-        if self.said == "kernels" and why:
-            raise BadRequest(f"{stored.folder.parent}: loop=kernels cannot run: {why[0]}; take --option loop=engine")
-        return self.said != "engine" and not why
+    def chosen(self, components: Sequence[Component], card: Card | None) -> dict[str, Own]:
+        """Those of the components that they answer for. Raises BadRequest where they cannot and must."""
+        found = {}
+        for component in components if self.said != "no" else ():
+            if (own := self.components.get(component.name)) is None:
+                continue
+            why = _hindrance(component, own, card)
+            if why is None:
+                found[component.name] = own
+            elif self.said == "yes":
+                raise BadRequest(f"{component.folder}: kernels=yes cannot be: {why}; take --option kernels=no")
+            elif card is not None and KERNELS in component.config["builder_config"]:
+                _log.warning("%s: TensorRT's plan runs instead of our kernels: %s", component.folder, why)
+        return found
 
 
-def check_kernels(dtype: str, batch: int) -> None:
-    """Raises BadRequest for an export whose denoise step the kernels cannot run."""
+def _hindrance(component: Component, own: Own, card: Card | None) -> str | None:
+    """Why a component cannot be answered by our kernels here."""
+    if card is None:
+        return "they run on a GPU with TensorRT plans beside them"
+    if KERNELS not in component.config["builder_config"]:
+        one = component.config["options"].get(KERNELS)
+        return "these are for one robot, and the bundle's batch is larger" if one else "the bundle was exported without --kernels"
+    if card.sm != CARD:
+        return f"they are written for an H100 or H200, not for {card.name}"
+    if own.blas:
+        try:
+            blas()
+        except BadRequest as error:
+            return str(error)
+    return None
+
+
+def check_kernels(dtype: str) -> None:
+    """Raises BadRequest for an export in a precision that the kernels do not have."""
     if dtype == "fp32":
         raise BadRequest("--kernels run in half precision: choose --dtype fp16 or bf16")
-    if batch != 1:
-        raise BadRequest(f"--kernels answer one robot at a time, not --batch {batch}; leave one of the two out")
 
 
 def check_inputs(component: str, wanted: Collection[str], given: Collection[str]) -> None:
@@ -136,19 +160,16 @@ def _cast(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return tensor.astype(spec.dtype, copy=False) if isinstance(tensor, np.ndarray) else tensor
 
 
-def _load(components: Sequence[Component], backend: str, loop: Loop | None, tables: int) -> dict[str, Engine]:
+def _load(components: Sequence[Component], backend: str, kernels: Kernels | None, tables: int) -> dict[str, Engine]:
     backend = chosen(components, backend)
     card = Card() if backend == "tensorrt" else None
-    ours = {
-        component.name: (component, loop)
-        for component in components
-        if loop and component.name == loop.component and loop.kernels(component, card)
-    }
+    ours = {} if kernels is None else kernels.chosen(components, card)
     if card is None:
         return load_engines(components, backend)
     from vla_eval.engines.trt_run import Plans
 
-    packed = sum(component.ahead(*loop.weights) for component, loop in ours.values())
-    plans = Plans([component for component in components if component.name not in ours], card, tables + packed)
-    kernels = {name: loop.make(component, card) for name, (component, loop) in ours.items()}  # while plans are read
-    return {**plans.load(), **kernels}
+    own = [component for component in components if component.name in ours]
+    packed = sum(component.ahead(*ours[component.name].artifacts) for component in own)
+    plans = Plans([component for component in components if component.name not in ours], card, tables + packed, beside=own)
+    made = {component.name: ours[component.name].make(component, card) for component in own}  # while plans are read
+    return {**plans.load(), **made}

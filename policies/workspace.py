@@ -107,9 +107,9 @@ def stored(component: Component, file: str, kernels: FewRows, plan: Mapping[str,
     return arrays
 
 
-def about(component: Component, card: Card) -> dict[str, str]:
+def about(component: Component, card: Card, kernels: str) -> dict[str, str]:
     """What runs, for manifests."""
-    return {"backend": "kernels", "version": "few_rows", "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
+    return {"backend": "kernels", "version": kernels, "device": f"{card.name} ({card.sm})", "dtype": component.dtype}
 
 
 def upload(card: Card, vectors: Mapping[str, Any]) -> dict[str, Buffer]:

@@ -70,7 +70,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Path]:
-    """A small bundle by model and precision whose denoise loop is wide enough for kernels of our own; float32 comes without them."""
+    """A small bundle by model and precision that is wide enough for kernels of our own; float32 comes without them."""
     from vla_eval import registry
     from vla_eval.policies.gr00t import synthetic as gr00t
     from vla_eval.policies.pi05 import synthetic as pi05
@@ -80,7 +80,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Path]
     tower = Tower(128, 2, 192, 4, 1, 64)
     small = {
         "gr00t": (gr00t, replace(gr00t.TINY, hidden=128, dit_heads=8, dit_head_dim=48, dit_layers=4), {"embodiment": "libero_sim"}),
-        "pi05": (pi05, replace(pi05.TINY, prefix=tower, expert=tower), {"policy_config": "pi05_libero"}),
+        "pi05": (
+            pi05,
+            replace(pi05.TINY, prefix=tower, expert=tower, vision=replace(pi05.TINY.vision, hidden=48, intermediate=64)),
+            {"policy_config": "pi05_libero"},
+        ),
     }  # fmt: skip
 
     def made(model: str, dtype: Any) -> Path:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vla_eval.engines import few_rows, kernels, trt
+from vla_eval.engines import few_rows, kernels, many_rows, trt
 from vla_eval.engines.bundle import Bundle, Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.graph import NUMPY
@@ -446,6 +446,127 @@ class Rows(few_rows.FewRows):
         self._do(work)
 
 
+class Many(many_rows.ManyRows):
+    """Products and what stands between them, played by their numpy twins on the same buffers."""
+
+    emulated: Emulated
+
+    def __init__(self, card: Card, *, dtype: str, turned: tuple[int, ...] = (), attended: tuple[int, ...] = ()) -> None:
+        self.card, self.dtype, self._kind, self._widths = card, dtype, NUMPY[dtype], (turned, attended)  # type: ignore[index]
+
+    def _launch(self, name: str, *_: Any, **__: Any) -> None:
+        raise AssertionError(f"{name} is not played")
+
+    def _do(self, work: Work) -> None:
+        self.emulated.launches += 1
+        self.emulated.do(work)
+
+    def _half(self, buffer: Buffer, *shape: int) -> Any:
+        return at(buffer.pointer, shape or buffer.shape, self._kind)
+
+    def product(
+        self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None, gelu: bool = False
+    ) -> None:
+        *many, outputs, inputs = weight.shape
+        rows = int(np.prod(x.shape)) // inputs
+
+        def work() -> None:
+            known: dict[str, Any] = {} if bias is None else {"bias": wide(self._half(bias))[..., None, :]}
+            known |= {} if base is None else {"base": wide(self._half(base, rows, outputs))}
+            y = many_rows.product(wide(self._half(x, rows, inputs)), wide(self._half(weight)), gelu=gelu, **known)
+            self._half(out, *many, rows, outputs)[:] = y
+
+        self._do(work)
+
+    def norm(
+        self, x: Buffer, out: Buffer, *, weight: Buffer, bias: Buffer | None = None, eps: float, layer: bool, more: Buffer | None = None,
+        width: int | None = None,
+    ) -> None:  # fmt: skip
+        width = width or x.shape[-1]
+        rows = int(np.prod(x.shape)) // width
+        assert int(np.prod(out.shape)) == rows * width
+
+        def work() -> None:
+            here = self._half(x, rows, width)
+            if more is not None:
+                here[:] = wide(here) + wide(self._half(more, rows, width))
+            shift = 0.0 if bias is None else at(bias.pointer, (width,), np.float32)
+            y = many_rows.norm(wide(here), weight=at(weight.pointer, (width,), np.float32), bias=shift, eps=eps, layer=layer)
+            self._half(out, rows, width)[:] = y
+
+        self._do(work)
+
+    def turn(
+        self, x: Buffer, table: Buffer, heads: tuple[int, int], *, q: Buffer, k: Buffer, v: Buffer | None = None, q_stride: int,
+        kv_stride: int, q_norm: Buffer | None = None, k_norm: Buffer | None = None, eps: float = 0.0,
+    ) -> None:  # fmt: skip
+        d, rows = table.shape[-1], int(np.prod(table.shape[:-1]))
+        assert d in self._widths[0]
+
+        def work() -> None:
+            asked = wide(self._half(x, rows, x.shape[-1])).reshape(rows, -1, d)
+            numbers = at(table.pointer, (rows, d), np.float32)
+            weights = [None if norm is None else at(norm.pointer, (d,), np.float32) for norm in (q_norm, k_norm)]
+            parts = asked[:, : heads[0]], asked[:, heads[0] : heads[0] + heads[1]], asked[:, heads[0] + heads[1] :]
+            turned = [many_rows.turn(part, numbers, weight, eps) for part, weight in zip(parts, weights, strict=False)]
+            for part, into, stride in ((turned[0], q, q_stride), (turned[1], k, kv_stride), *([(parts[2], v, kv_stride)] if v else [])):
+                put(into.pointer, stride, part.reshape(rows, -1), self._kind)
+
+        self._do(work)
+
+    def attention(
+        self, q: Buffer, k: Buffer, v: Buffer, out: Buffer, *, heads: tuple[int, int], width: int, rows: int, length: int, q_stride: int,
+        kv_stride: int, causal: bool = False,
+    ) -> None:  # fmt: skip
+        assert width in self._widths[1]
+
+        def work() -> None:
+            asked = [
+                strided(x.pointer, rows, stride, count * width, self._kind).reshape(rows // length, length, count, width)
+                for x, stride, count in ((q, q_stride, heads[0]), (k, kv_stride, heads[1]), (v, kv_stride, heads[1]))
+            ]
+            seen = [many_rows.attention(*parts, causal=causal) for parts in zip(*asked, strict=True)]
+            self._half(out, rows, heads[0] * width)[:] = np.concatenate(seen).reshape(rows, -1)
+
+        self._do(work)
+
+    def gate(self, x: Buffer, out: Buffer, kind: many_rows.Gate) -> None:
+        width = out.shape[-1]
+
+        def work() -> None:
+            self._half(out)[:] = many_rows.gate(wide(self._half(x, *out.shape[:-1], width * (1 if kind == "gelu" else 2))), kind)
+
+        self._do(work)
+
+    def corners(self, table: Buffer, index: Buffer, share: Buffer, out: Buffer) -> None:
+        def work() -> None:
+            places = at(index.pointer, index.shape, np.int64)
+            self._half(out)[:] = many_rows.corners(wide(self._half(table)), places, wide(self._half(share)))
+
+        self._do(work)
+
+    def angles(self, angles: Buffer, table: Buffer) -> None:
+        def work() -> None:
+            given = at(angles.pointer, angles.shape, np.float32)
+            at(table.pointer, table.shape, np.float32)[:] = np.concatenate([np.cos(given), np.sin(given)], 1)
+
+        self._do(work)
+
+    def patches(self, x: Buffer, out: Buffer, patch: int) -> None:
+        self._do(lambda: self._half(out).__setitem__(slice(None), many_rows.patches(wide(self._half(x)), patch, out.shape[-1])))
+
+
+def wide(array: Any) -> Any:
+    return array.astype(np.float32)
+
+
+def put(pointer: int, stride: int, rows: Any, kind: Any) -> None:
+    """Rows into a wider table."""
+    step = stride * np.dtype(kind).itemsize
+    for i, row in enumerate(rows):
+        at(pointer + i * step, row.shape, kind)[:] = row
+
+
 def strided(pointer: int, rows: int, stride: int, width: int, kind: Any) -> Any:
     """[rows, width] of a wider table, which may end with the last row's width."""
     step = stride * np.dtype(kind).itemsize
@@ -461,7 +582,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Emulated, Callable[[Bundle
     for name, module in card.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
 
-    Rows.emulated = card
+    Rows.emulated = Many.emulated = card
+    monkeypatch.setattr("vla_eval.policies.on_rows.ManyRows", Many)
+    monkeypatch.setattr("vla_eval.policies.components.blas", object)  # as if it were installed
     for room in ("gr00t.dit", "pi05.expert"):
         monkeypatch.setattr(f"vla_eval.policies.{room}.FewRows", Rows)
 

@@ -21,6 +21,7 @@ from vla_eval.engines.graph import PRECISIONS
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, Vector
 
+from ..components import KERNELS
 from ..workspace import Workspace, about, packed, stored, upload
 from .configuration import Architecture
 from .network import DIT_EPS, DIT_OUT_EPS
@@ -219,7 +220,7 @@ class DitEngine:
         """Raises BadRequest for a component without packed weights, ContractMismatch for one of another network."""
         self.where, self.component, self.card = str(component.folder), component, card
         self.inputs, self.outputs = component.inputs, component.outputs
-        self.shape = Shape(**component.config["builder_config"]["dit"])
+        self.shape = Shape(**component.config["builder_config"][KERNELS])
         self._modulation, self._time_bias = modulation, time_bias
         self.plan = products(self.shape)
         self.kernels = FewRows(
@@ -231,15 +232,15 @@ class DitEngine:
         made = component.tensors(f"{PACKED}.{len(modulation)}.safetensors")
         kinds = {name: time_bias.dtype if name.endswith(".late") else numbers.dtype for name, numbers in made.items()}
         self.steps = [upload(card, {name: made[name][k].astype(kinds[name]) for name in made}) for k in range(len(modulation))]
-        self.about = about(component, card)
+        self.about = about(component, card, "few_rows")
         self._asked: DitBound | None = None  # of the last call
 
     def bind(self, shapes: Mapping[str, Sequence[int]]) -> DitBound:
         """Buffers for a prompt's length. Raises BadRequest for more rows or tokens than the kernels take."""
         if shapes["state"][0] != 1:
-            raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option loop=engine")
+            raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option kernels=no")
         if (tokens := shapes["text_attention_mask"][-1]) > (most := self.kernels.most_keys()):
-            raise BadRequest(f"{self.where}: the kernels take prompts of {most} tokens, this one has {tokens}; take --option loop=engine")
+            raise BadRequest(f"{self.where}: the kernels take prompts of {most} tokens, this one has {tokens}; take --option kernels=no")
         return DitBound(self, tokens)
 
     def step_of(self, modulation: Vector, time_bias: Vector) -> int:
@@ -247,7 +248,7 @@ class DitEngine:
         for step, (row, bias) in enumerate(zip(self._modulation, self._time_bias, strict=True)):
             if np.array_equal(row, modulation) and np.array_equal(bias, time_bias):
                 return step
-        raise BadRequest(f"{self.where}: these are the time constants of no step of {len(self._modulation)}; take --option loop=engine")
+        raise BadRequest(f"{self.where}: these are the time constants of no step of {len(self._modulation)}; take --option kernels=no")
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         """As an engine: host arrays or buffers in, buffers out."""

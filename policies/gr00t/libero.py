@@ -81,11 +81,11 @@ class Gr00tLibero:
 
 
 def load(
-    bundle: str | Path | Bundle | None = None, *, backend: str = "auto", steps: int | None = None, loop: str = "auto", side: int = SIDE
+    bundle: str | Path | Bundle | None = None, *, backend: str = "auto", steps: int | None = None, kernels: str = "auto", side: int = SIDE
 ) -> Gr00tLibero:
     """The policy of a bundle. `steps` picks one of its denoise tables, `side` is the pictures' in pixels: 256 in training.
 
-    `loop` is what runs the denoise steps on a GPU: "kernels", "engine", or "auto".
+    `kernels` is what answers on a GPU: "yes" our kernels, "no" TensorRT's plans, "auto" kernels where they can.
 
     Raises BadRequest without a bundle.
     """
@@ -97,7 +97,7 @@ def load(
     for name, value in (("steps", steps), ("side", side)):
         if value is not None and (type(value) is not int or value < 1):
             raise BadRequest(f"option {name} is {value!r}; it must be a whole number from 1")
-    return Gr00tLibero(open_policy(bundle, backend=backend, steps=steps, loop=loop), side)
+    return Gr00tLibero(open_policy(bundle, backend=backend, steps=steps, kernels=kernels), side)
 
 
 def published(suite: str) -> Published | None:

@@ -156,7 +156,7 @@ class Gr00tPolicy:
         return batch
 
 
-def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None, loop: str = "auto") -> Gr00tPolicy:
+def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None, kernels: str = "auto") -> Gr00tPolicy:
     """The policy of a bundle, its engines loaded. Raises BadRequest or ContractMismatch, in one sentence, for one that does not hold."""
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     if bundle.model != "gr00t":
@@ -171,7 +171,7 @@ def open_policy(path: str | Path | Bundle, *, backend: str = "auto", steps: int 
         if said != built:
             raise ContractMismatch(f"{bundle.path}: {what} {said} in policy.json, {built} in the engines; export the checkpoint again")
     tokens = Tokens(bundle.path / "tokenizer", contract.prompt, rows * columns // MERGE**2)
-    return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps, loop=loop))
+    return Gr00tPolicy(contract, tokens, Gr00tRuntime(bundle, backend=backend, steps=steps, kernels=kernels))
 
 
 def _kind(value: Any) -> str:

@@ -20,7 +20,9 @@ from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights,
 from vla_eval.types import BadRequest, Progress, Vector, silent
 
 from ..components import KERNELS, check_kernels, position_ids
-from . import dit, network
+from ..on_rows import PACKED as ROWS
+from . import backbone, dit, network, vision
+from .backbone import Backbone
 from .configuration import (
     EMBEDDING,
     HEAD,
@@ -37,8 +39,10 @@ from .contract import FRAMES, MERGE, PATCH, TOKENIZER_FILES, Contract, from_chec
 from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
 from .runtime import DEEPSTACK
 from .tables import action_time_bias, adanorm_modulation, buckets
+from .vision import Vision
 
 COMPONENTS = ("visual", "vl_backbone", "action")
+KernelForm = dit.Shape | Vision | Backbone  # of a component, as the kernels know it
 MOST_ROBOTS = 1024  # in a batch: a request of that many holds some 10 GB already
 TUNED_TEXT = 11  # tokens of an instruction that engines are tuned for: the reference's prompt, 148 long with two pictures
 
@@ -82,7 +86,7 @@ def recipe(
         components: Only some of them, such as visual,action.
         geometry: A JSON file that declares another backbone than the released one.
         tokenizer: The backbone's tokenizer folder, if the checkpoint has none.
-        kernels: Also the denoise step's weights for kernels of our own, which a request for one robot then runs on an H100 or H200.
+        kernels: Also the weights for kernels of our own, which then answer on an H100 or H200; the denoise step's for one robot alone.
         direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
         progress: Is told what is being done, how much of it is done, and of how much; no option of the command line.
     """
@@ -102,7 +106,7 @@ def recipe(
         if wanted is not None and found != wanted:
             told = f"<|{name}|> is token {found}, the geometry says {wanted}"
             raise BadRequest(f"{folder}: {told}; this is the tokenizer of another backbone")
-    form = _kernels_form(a, stored.weights, dtype, batch) if kernels else None
+    forms = _kernel_forms(a, stored.weights, dtype, batch) if kernels else {}
     table = token_table(stored, EMBEDDING, HEAD)
     work = stored.followed(progress, 2)  # to look at every number, and to write it
     work.what = "looking for NaN and infinity, MB"
@@ -128,9 +132,9 @@ def recipe(
                         ("action_time_bias", action_time_bias(a, stored.weights, n, slot)),
                     ):
                         _write(stage, component, name, dtype, numbers.shape, [numbers], suffix=f".{n}")
-                if form is not None:
-                    extra["dit"] = asdict(form)
-                    _write_kernels(stage, a, form, stored.weights, slot, dtype, sorted(set(steps)))
+            if (form := forms.get(component)) is not None:
+                _write_kernels(stage, component, a, form, stored.weights, slot, dtype, sorted(set(steps)))
+                extra[KERNELS] = asdict(form)
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
         if set(components) == set(COMPONENTS):
             stored.check_all_read(not_needed(stored, a))
@@ -197,22 +201,30 @@ def _selftest(
     return {f"{where}/{name}": array for where, arrays in inputs.items() for name, array in arrays.items()}
 
 
-def _kernels_form(a: Architecture, w: Weights, dtype: str, batch: int) -> dit.Shape:
-    """The network as the kernels know it. Raises BadRequest for one that they do not take."""
-    check_kernels(dtype, batch)
-    form = dit.Shape.of(a, w)
-    dit.check_shape(form)
-    return form
+def _kernel_forms(a: Architecture, w: Weights, dtype: str, batch: int) -> dict[str, KernelForm]:
+    """The components as the kernels know them, the denoise step's for one robot. Raises BadRequest for a network that they do not take."""
+    check_kernels(dtype)
+    forms: dict[str, KernelForm] = {"visual": Vision.of(a), "vl_backbone": Backbone.of(a, w)}
+    if batch == 1:
+        forms["action"] = step = dit.Shape.of(a, w)
+        dit.check_shape(step)
+    return forms
 
 
-def _write_kernels(stage: Stage, a: Architecture, form: dit.Shape, w: Weights, slot: int, dtype: str, steps: Sequence[int]) -> None:
+def _write_kernels(
+    stage: Stage, component: str, a: Architecture, form: KernelForm, w: Weights, slot: int, dtype: str, steps: Sequence[int]
+) -> None:  # fmt: skip
     kind = NUMPY[PRECISIONS[dtype]]
-    write_tensors(stage.file("action", f"{dit.PACKED}.safetensors"), dict(dit.stored_tensors(form, w, slot, kind)))
-    made = dit.layers(form, w, slot)
+    if not isinstance(form, dit.Shape):
+        made = vision.entries(a, w, kind) if isinstance(form, Vision) else backbone.entries(a, w, kind)
+        write_tensors(stage.file(component, f"{ROWS}.safetensors"), dict(made))
+        return
+    write_tensors(stage.file(component, f"{dit.PACKED}.safetensors"), dict(dit.stored_tensors(form, w, slot, kind)))
+    layers = dit.layers(form, w, slot)
     for n in steps:
-        tables = dit.step_constants(form, made, adanorm_modulation(a, w, n), action_time_bias(a, w, n, slot))
+        tables = dit.step_constants(form, layers, adanorm_modulation(a, w, n), action_time_bias(a, w, n, slot))
         entries = {name: (np.float32, numbers.shape, [numbers]) for name, numbers in tables.items()}
-        write_tensors(stage.file("action", f"{dit.PACKED}.{n}.safetensors"), entries)
+        write_tensors(stage.file(component, f"{dit.PACKED}.{n}.safetensors"), entries)
 
 
 def _write(stage: Stage, component: str, name: str, dtype: str, shape: Sequence[int], pieces: Any, *, suffix: str = "") -> None:

@@ -14,12 +14,16 @@ from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, to_host
 from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
-from ..components import Buffer, Components, Loop, most, position_ids
+from ..components import KERNELS, Buffer, Components, Kernels, Own, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
+from ..on_rows import PACKED as ROWS
+from ..on_rows import RowsEngine
 from ..sight import Pictures
+from .backbone import Backbone
 from .contract import MERGE
 from .dit import PACKED, DitEngine
 from .processor import Layout, prompt_rotary, vision_tables
+from .vision import Vision
 
 if TYPE_CHECKING:
     from .device import Gr00tOnDevice
@@ -72,12 +76,12 @@ class Gr00tRuntime:
     """The three engines of a bundle and the loop around them. Knows no camera, no robot and no embodiment; not thread-safe."""
 
     def __init__(
-        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, loop: str = "auto",
+        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, kernels: str = "auto",
         engines: Mapping[str, Engine] | None = None,
     ) -> None:  # fmt: skip
         """`steps` picks one of the exported denoise tables, by default the first; `engines` replaces loading them.
 
-        `loop` is what runs the denoise steps on a GPU: "kernels" of our own, TensorRT's "engine", or "auto": kernels where they can.
+        `kernels` is what answers on a GPU: "yes" our kernels, "no" TensorRT's plans, "auto" kernels where they can.
 
         Raises BadRequest for a number of steps without a table and for kernels that cannot run, ContractMismatch for engines that do not
         fit together.
@@ -97,8 +101,11 @@ class Gr00tRuntime:
         by_step = [f"{name}.{self.steps}.safetensors" for name in ("adanorm_modulation", "action_time_bias")]
         tables = backbone.ahead("embed_tokens.safetensors") + action.ahead(*by_step)
         (self._modulation,), (self._time_bias,) = (action.tensors(file).values() for file in by_step)
-        packed = (f"{PACKED}.safetensors", f"{PACKED}.{self.steps}.safetensors")
-        self._call = Components(bundle, COMPONENTS, backend, engines, Loop(loop, "action", self.batch, self._kernels, packed), tables)
+        packed, rows = (f"{PACKED}.safetensors", f"{PACKED}.{self.steps}.safetensors"), (f"{ROWS}.safetensors",)
+        ours = {
+            "visual": Own(visual_engine, rows), "vl_backbone": Own(backbone_engine, rows), "action": Own(self._action, packed, blas=False),
+        }  # fmt: skip
+        self._call = Components(bundle, COMPONENTS, backend, engines, Kernels(kernels, ours), tables)
         (self._embedding,) = backbone.tensors("embed_tokens.safetensors").values()
         self.about = self._call.about
         embeds = self._call.spec("vl_backbone", "inputs_embeds")
@@ -119,7 +126,7 @@ class Gr00tRuntime:
         """Whether requests stay on a card, which then packs their pictures."""
         return self._device is not None
 
-    def _kernels(self, component: Component, card: Card) -> Engine:
+    def _action(self, component: Component, card: Card) -> Engine:
         return DitEngine(component, card, self._modulation, self._time_bias)
 
     def __call__(self, rows: Sequence[Inputs]) -> list[Answer]:
@@ -231,6 +238,16 @@ class Gr00tRuntime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
+
+
+def visual_engine(component: Component, card: Card) -> Engine:
+    """`visual` in kernels of our own."""
+    return RowsEngine(component, card, Vision.read(component.config["builder_config"][KERNELS]))
+
+
+def backbone_engine(component: Component, card: Card) -> Engine:
+    """`vl_backbone` in kernels of our own."""
+    return RowsEngine(component, card, Backbone.read(component.config["builder_config"][KERNELS]))
 
 
 def _broken(features: Sequence[Vector], context: Mapping[str, Tensor]) -> VlaEvalError:

@@ -20,6 +20,7 @@ from vla_eval.engines.graph import NUMPY, PRECISIONS
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, Vector
 
+from ..components import KERNELS
 from ..workspace import Workspace, about, packed, stored, upload
 from .configuration import EXPERT, Geometry
 
@@ -157,13 +158,13 @@ class ExpertEngine:
         """Raises BadRequest for a component without packed weights, ContractMismatch for one of another network."""
         self.where, self.component, self.card = str(component.folder), component, card
         self.inputs, self.outputs = component.inputs, component.outputs
-        self.shape = s = Shape(**component.config["builder_config"]["expert"])
+        self.shape = s = Shape(**component.config["builder_config"][KERNELS])
         self.plan = products(s)
         self._shifted = {name: Product(p.inputs, p.outputs) for name, p in self.plan.items() if p.norm == "RMS"}  # of shifts, not of rows
         every = [*self.plan.values(), *self._shifted.values()]
         self.kernels = FewRows(card, every, s.horizon, dtype=PRECISIONS[component.dtype], head_width=s.head_width)
         self.fixed = upload(card, stored(component, f"{PACKED}.safetensors", self.kernels, self.plan))
-        self.about = about(component, card)
+        self.about = about(component, card, "few_rows")
         self._asked: tuple[ExpertBound, list[dict[str, Buffer]]] | None = None  # of the last call
 
     def prepare(self, modulation: Sequence[Array]) -> list[dict[str, Buffer]]:
@@ -200,14 +201,14 @@ class ExpertEngine:
     def bind(self, shapes: Mapping[str, Sequence[int]]) -> ExpertBound:
         """Buffers for a prefix's length. Raises BadRequest for more rows than the kernels take."""
         if shapes["noise_trajectory"][0] != 1:
-            raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option loop=engine")
+            raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option kernels=no")
         return ExpertBound(self, shapes["prefix_k_layer00"][1])
 
     def __call__(self, **inputs: Tensor) -> dict[str, Tensor]:
         """As an engine: host arrays or buffers in, buffers out."""
         check_inputs(self.where, self.inputs, inputs)
         if (to_host(inputs["attention_pos_id"]) != np.arange(self.shape.horizon)).any():
-            raise BadRequest(f"{self.where}: the kernels take the rotary table's rows in order; take --option loop=engine")
+            raise BadRequest(f"{self.where}: the kernels take the rotary table's rows in order; take --option kernels=no")
         if self._asked is not None:
             self._asked[0].close()
             self.card.free(*self._asked[1][0].values())

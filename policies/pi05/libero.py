@@ -98,13 +98,13 @@ def load(
     *,
     backend: str = "auto",
     steps: int | None = None,
-    loop: str = "auto",
+    kernels: str = "auto",
     side: int = SIDE,
     asset: str | None = None,
 ) -> Pi05Libero:
     """The policy of a bundle. `steps` of the flow (10), `side` of the pictures in pixels (256), `asset` picks a set of statistics.
 
-    `loop` is what runs the denoise steps on a GPU: "kernels", "engine", or "auto".
+    `kernels` is what answers on a GPU: "yes" our kernels, "no" TensorRT's plans, "auto" kernels where they can.
 
     Raises BadRequest without a bundle.
     """
@@ -118,7 +118,7 @@ def load(
             raise BadRequest(f"option {name} is {value!r}; it must be a whole number from 1")
     if asset is not None and not isinstance(asset, str):
         raise BadRequest(f"option asset is {asset!r}; it must be the name of a folder below assets/")
-    return Pi05Libero(open_policy(bundle, backend=backend, steps=steps, loop=loop, asset=asset), side)
+    return Pi05Libero(open_policy(bundle, backend=backend, steps=steps, kernels=kernels, asset=asset), side)
 
 
 def published(suite: str) -> Published | None:

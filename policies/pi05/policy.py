@@ -155,7 +155,7 @@ class Pi05Policy:
 
 
 def open_policy(
-    path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None, loop: str = "auto", asset: str | None = None
+    path: str | Path | Bundle, *, backend: str = "auto", steps: int | None = None, kernels: str = "auto", asset: str | None = None
 ) -> Pi05Policy:
     """The policy of a bundle, its engines loaded. `asset` names one of several sets of statistics.
 
@@ -173,7 +173,7 @@ def open_policy(
         raise ContractMismatch(f"{tokens.file} has {tokens.size} pieces, the token table {rows} rows; it is another model's tokenizer")
     if (said := bundle.policy["tokenizer"].get("sentencepiece_sha256")) != tokens.sha256:
         raise ContractMismatch(f"{tokens.file} is not the tokenizer of the export (its SHA-256 is not {said}); copy the bundle again")
-    runtime = Pi05Runtime(bundle, backend=backend, steps=steps, loop=loop)
+    runtime = Pi05Runtime(bundle, backend=backend, steps=steps, kernels=kernels)
     if (width := bundle.policy["action"].get("max_dim")) != runtime.width:
         raise ContractMismatch(f"{where}: action.max_dim is {width!r}, the engine's {runtime.width}; export the checkpoint again")
     side = runtime.geometry.vision.image

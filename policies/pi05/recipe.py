@@ -21,7 +21,8 @@ from vla_eval.engines.weights import FLOAT16_LIMIT, Checkpoint, Tensor, Weights,
 from vla_eval.types import BadRequest, Vector
 
 from ..components import KERNELS, check_kernels, position_ids
-from . import expert, network
+from ..on_rows import PACKED as ROWS
+from . import expert, network, prefix, vision
 from .configuration import (
     DEAD_HEAD,
     EMBEDDING,
@@ -38,10 +39,13 @@ from .configuration import (
     read_geometry,
 )  # fmt: skip
 from .contracts import STATISTICS, Configuration, choose, find_statistics, policy_json, read_statistics
+from .prefix import Prefix
 from .processor import TOKENIZER, TOKENIZER_NAMES, TOKENIZER_PLACES, Tokens, rotary, schedule
 from .runtime import STEPS
+from .vision import Vision
 
 COMPONENTS = ("visual", "prefix", "action", "cond")
+KernelForm = expert.Shape | Vision | Prefix  # of a component, as the kernels know it
 TUNED_TEXT = 24  # tokens of a prompt that engines are tuned for: instructions of LIBERO have 8 to 40
 MOST_STEPS = 64
 
@@ -100,7 +104,7 @@ def recipe(
         suites: What the checkpoint was trained for; it is found for these suites and refused for others. [default: the configuration's]
         geometry: A JSON file that declares other tower sizes than the released ones.
         tokenizer: PaliGemma's SentencePiece model. [default: paligemma_tokenizer.model or tokenizer.model beside the weights]
-        kernels: Also the denoise step's weights for kernels of our own, which a request for one robot then runs on an H100 or H200.
+        kernels: Also the weights for kernels of our own, which then answer on an H100 or H200; the denoise step's for one robot alone.
         direct: TensorRT plans for this machine instead of ONNX graphs, as `vla-eval build --direct` makes them.
     """
     checkpoint, out = Path(checkpoint), Path(out)
@@ -122,7 +126,7 @@ def recipe(
     tokens = Tokens(_tokenizer(checkpoint, tokenizer, out))
     if tokens.size > g.table_rows:
         raise BadRequest(f"{tokens.file} has {tokens.size} pieces, the token table {g.table_rows} rows; it is another model's tokenizer")
-    form = _kernels_form(g, configuration.horizon, width, dtype, batch, hoisted=not no_hoist_cond) if kernels else None
+    forms = _kernel_forms(g, configuration.horizon, width, dtype, batch, hoisted=not no_hoist_cond) if kernels else {}
     table = token_table(stored, HEAD, EMBEDDING)
     stored.check_numbers(FLOAT16_LIMIT if dtype == "fp16" else math.inf)
     if DEAD_HEAD in stored.tensors:
@@ -145,12 +149,12 @@ def recipe(
                 write_tensors(stage.file(component, "embed_tokens.safetensors"), {"embed_tokens": entry})
             if component == "action":
                 extra = {"hoisted_adarms_cond": sizes.hoisted, "action_horizon": sizes.horizon, "num_adarms_sites": g.sites}
-                if form is not None:
-                    extra["expert"] = asdict(form)
-                    entries = dict(expert.stored_tensors(form, stored.weights, NUMPY[PRECISIONS[dtype]]))
-                    write_tensors(stage.file(component, f"{expert.PACKED}.safetensors"), entries)
             if component == "cond":
                 extra = {"max_denoise_steps": max_steps, "num_adarms_sites": g.sites, "modulation_dim": 3 * g.expert.width}
+            if (form := forms.get(component)) is not None:
+                name, entries = _kernel_weights(g, form, stored.weights, NUMPY[PRECISIONS[dtype]])
+                write_tensors(stage.file(component, f"{name}.safetensors"), entries)
+                extra[KERNELS] = asdict(form)
             stage.finish(component, drawn.inputs, drawn.outputs, **extra)
         if set(chosen) == set(wanted):
             stored.check_all_read(not_needed(stored, g))
@@ -254,14 +258,25 @@ def _tokenizer(checkpoint: Path, given: Path | None, out: Path) -> Path:
     )
 
 
-def _kernels_form(g: Geometry, horizon: int, width: int, dtype: str, batch: int, *, hoisted: bool) -> expert.Shape:
-    """The network as the kernels know it. Raises BadRequest for one that they do not take."""
-    check_kernels(dtype, batch)
+def _kernel_forms(g: Geometry, horizon: int, width: int, dtype: str, batch: int, *, hoisted: bool) -> dict[str, KernelForm]:
+    """The components as the kernels know them, the denoise step's for one robot. Raises BadRequest for a network that they do not take."""
+    check_kernels(dtype)
     if not hoisted:
         raise BadRequest("--kernels want the time's part hoisted out of the action: leave --no-hoist-cond out")
-    form = expert.Shape.of(g, horizon, width)
-    expert.check_shape(form)
-    return form
+    forms: dict[str, KernelForm] = {"visual": Vision.of(g), "prefix": Prefix.of(g)}
+    if batch == 1:
+        forms["action"] = step = expert.Shape.of(g, horizon, width)
+        expert.check_shape(step)
+    return forms
+
+
+def _kernel_weights(g: Geometry, form: KernelForm, w: Weights, kind: type) -> tuple[str, dict[str, Any]]:
+    """The artifact's name and entries."""
+    if isinstance(form, Vision):
+        return ROWS, dict(vision.entries(g, w, kind))
+    if isinstance(form, Prefix):
+        return ROWS, dict(prefix.entries(g, w, kind))
+    return expert.PACKED, dict(expert.stored_tensors(form, w, kind))
 
 
 def _check_options(dtype: str, batch: int, max_steps: int, max_text: int, chosen: Sequence[str], wanted: Sequence[str]) -> None:

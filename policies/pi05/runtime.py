@@ -16,12 +16,16 @@ from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, to_host
 from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
-from ..components import Buffer, Components, Loop, most, position_ids
+from ..components import KERNELS, Buffer, Components, Kernels, Own, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
+from ..on_rows import PACKED as ROWS
+from ..on_rows import RowsEngine
 from ..sight import Pictures
 from .configuration import VIEWS, geometry_from
 from .expert import PACKED, ExpertEngine
+from .prefix import Prefix
 from .processor import rotary, schedule
+from .vision import Vision
 
 if TYPE_CHECKING:
     from .device import Pi05OnDevice
@@ -67,12 +71,12 @@ class Pi05Runtime:
     """The engines of a bundle and the loop around them. Knows no camera, no robot and no embodiment; not thread-safe."""
 
     def __init__(
-        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, loop: str = "auto",
+        self, bundle: Bundle, *, backend: str = "auto", steps: int | None = None, kernels: str = "auto",
         engines: Mapping[str, Engine] | None = None,
     ) -> None:  # fmt: skip
         """`steps` of the flow, by default 10; `engines` replaces loading them.
 
-        `loop` is what runs the denoise steps on a GPU: "kernels" of our own, TensorRT's "engine", or "auto": kernels where they can.
+        `kernels` is what answers on a GPU: "yes" our kernels, "no" TensorRT's plans, "auto" kernels where they can.
 
         Raises BadRequest for more steps than the bundle takes and for kernels that cannot run, ContractMismatch for engines that do not
         fit together.
@@ -90,8 +94,12 @@ class Pi05Runtime:
         names = (*COMPONENTS, "cond") if self.hoisted else COMPONENTS
         prefix = bundle.component("prefix")
         tables = prefix.ahead("embed_tokens.safetensors")
-        kernels = Loop(loop, "action", self.batch, self._kernels, (f"{PACKED}.safetensors",))
-        self._call = Components(bundle, names, backend, engines, kernels, tables)
+        rows = (f"{ROWS}.safetensors",)
+        ours = {
+            "visual": Own(visual_engine, rows), "prefix": Own(prefix_engine, rows),
+            "action": Own(ExpertEngine, (f"{PACKED}.safetensors",), blas=False),
+        }  # fmt: skip
+        self._call = Components(bundle, names, backend, engines, Kernels(kernels, ours), tables)
         self.about = self._call.about
         (self._embedding,) = prefix.tensors("embed_tokens.safetensors").values()
         embeds = self._call.spec("prefix", "inputs_embeds")
@@ -121,9 +129,6 @@ class Pi05Runtime:
     def on_card(self) -> bool:
         """Whether requests stay on a card, which then resizes and packs their pictures."""
         return self._device is not None
-
-    def _kernels(self, component: Component, card: Card) -> Engine:
-        return ExpertEngine(component, card)
 
     def _on_device(self) -> Pi05OnDevice | None:
         """Where TensorRT runs every component, a request stays on the card from the pictures to the chunk."""
@@ -229,6 +234,16 @@ class Pi05Runtime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
+
+
+def visual_engine(component: Component, card: Card) -> Engine:
+    """`visual` in kernels of our own."""
+    return RowsEngine(component, card, Vision.read(component.config["builder_config"][KERNELS]))
+
+
+def prefix_engine(component: Component, card: Card) -> Engine:
+    """`prefix` in kernels of our own."""
+    return RowsEngine(component, card, Prefix.read(component.config["builder_config"][KERNELS]))
 
 
 def _scaled(table: Vector, scale: np.float32) -> Vector:

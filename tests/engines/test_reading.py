@@ -22,14 +22,14 @@ from vla_eval.engines.weights import read_tensors
 from vla_eval.types import BadRequest, ContractMismatch
 
 MODELS = pytest.mark.parametrize("model", ["gr00t", "pi05"])
-LOADED = {  # with the loop in our kernels: which files, and that there is no other
+LOADED = {  # with our kernels: which files, and that there is no other
     "gr00t": [
-        "visual/visual*.engine", "vl_backbone/vl_backbone*.engine", "vl_backbone/embed_tokens.safetensors",
+        "visual/rows.safetensors", "vl_backbone/rows.safetensors", "vl_backbone/embed_tokens.safetensors",
         "action/adanorm_modulation.4.safetensors", "action/action_time_bias.4.safetensors", "action/dit.safetensors",
         "action/dit.4.safetensors",
     ],
     "pi05": [
-        "visual/visual*.engine", "prefix/prefix*.engine", "cond/cond*.engine", "prefix/embed_tokens.safetensors",
+        "visual/rows.safetensors", "prefix/rows.safetensors", "cond/cond*.engine", "prefix/embed_tokens.safetensors",
         "action/expert.safetensors",
     ],
 }  # fmt: skip
@@ -53,7 +53,7 @@ def load(bundle: Bundle, **options: Any) -> Any:
 
 
 def loaded(bundle: Bundle) -> list[Path]:
-    """The files that a load with the loop in our kernels takes."""
+    """The files that a load with our kernels takes."""
     found = [file for pattern in LOADED[bundle.model] for file in bundle.path.glob(pattern)]
     assert len(found) == len(LOADED[bundle.model])
     return found
@@ -209,10 +209,10 @@ def test_room_is_wanted_for_the_kernels_weights_only_where_they_run(
 ) -> None:
     bundle = stored(model)
     tables = [file.stat().st_size for file in loaded(bundle) if file.suffix == ".safetensors"]
-    packed = [file.stat().st_size for file in loaded(bundle) if file.name.startswith(("dit.", "expert."))]
-    for loop, wanted in (("kernels", sum(tables)), ("engine", sum(tables) - sum(packed))):
+    packed = [file.stat().st_size for file in loaded(bundle) if file.name.startswith(("dit.", "expert.", "rows."))]
+    for kernels, wanted in (("yes", sum(tables)), ("no", sum(tables) - sum(packed))):
         caplog.clear()
         with caplog.at_level(logging.INFO, "vla_eval.engines.trt_run"):
-            load(bundle, loop=loop)
+            load(bundle, kernels=kernels)
         said = next(record.args for record in caplog.records if "GB left" in record.message)
         assert f"tables {wanted / 1e9:.3f}" in str(said)

@@ -198,8 +198,8 @@ def answers(model: str, bundle: Bundle, **options: Any) -> Array:
 @pytest.mark.parametrize("model", ["gr00t", "pi05"])
 def test_a_loop_in_kernels_gives_what_float32_gives(bundles: Callable[[str, str], Bundle], model: str, dtype: str) -> None:
     wanted = answers(model, bundles(model, "fp32"), backend="onnxruntime")
-    ours = answers(model, bundles(model, dtype), backend="tensorrt", loop="kernels")
-    theirs = answers(model, bundles(model, dtype), backend="tensorrt", loop="engine")
+    ours = answers(model, bundles(model, dtype), backend="tensorrt", kernels="yes")
+    theirs = answers(model, bundles(model, dtype), backend="tensorrt", kernels="no")
     assert np.array_equal(ours[1], ours[2])  # a replay, bit for bit
     assert not np.array_equal(ours[0], ours[1])
     # no worse than TensorRT's engine in the same precision, and within what that precision gives

@@ -43,6 +43,11 @@ class Buffer:
         assert view.pointer + view.bytes <= self.pointer + self.bytes
         return view
 
+    def rows(self, first: int, count: int) -> Buffer:
+        """Some entries of the first axis."""
+        row = math.prod(self.shape[1:])
+        return self.part(first * row, (count, *self.shape[1:]))
+
     def to_host(self) -> Vector:
         """A copy as a numpy array; waits for the stream."""
         host = np.empty(self.shape, NUMPY[self.dtype])  # type: ignore[index]
@@ -179,12 +184,13 @@ class Card:
         self._call(self._driver.cuFuncSetAttribute(kernel, most, size))
 
     def launch_kernel(
-        self, kernel: Any, argument: ctypes.Structure, blocks: int, threads: int, *, cluster: int = 1, shared: int = 0, early: bool = False
-    ) -> None:
+        self, kernel: Any, argument: ctypes.Structure, blocks: int | tuple[int, int, int], threads: int, *, cluster: int = 1,
+        shared: int = 0, early: bool = False,
+    ) -> None:  # fmt: skip
         """A kernel with one structure as its argument; `early` lets it begin before its predecessor has ended: it must wait itself."""
         driver = self._driver
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.gridDimX, config.gridDimY, config.gridDimZ = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes, config.hStream = shared, self.stream
         attributes = []

@@ -119,8 +119,10 @@ class TrtEngine:
 class Plans:
     """The plans of components, which threads read and hash from the start; `load` brings them on the card."""
 
-    def __init__(self, components: Sequence[Component], card: Card, tables: int = 0) -> None:
+    def __init__(self, components: Sequence[Component], card: Card, tables: int = 0, beside: Sequence[Component] = ()) -> None:
         """Makes sure first that they have room beside a request of the largest shape and `tables`, bytes that the caller loads himself.
+
+        `beside` are the components that something else answers for.
 
         Raises BadRequest, with the command that mends it, for a plan that is missing, of another card or version, or no plan at all;
         ContractMismatch for one of another export; VlaEvalError, saying what needs how much, where the card has too little left.
@@ -129,9 +131,10 @@ class Plans:
         found = [(component, path, plan_record(component, path)) for component in components for path in (find_plan(component, card.sm),)]
         self._needs = {
             "plans": sum(path.stat().st_size for _, path, _ in found), "tables": tables,
-            "scratch": sum(int(record.get("scratch_bytes", 0)) for _, _, record in found), "tensors": tensor_bytes(components),
+            "scratch": sum(int(record.get("scratch_bytes", 0)) for _, _, record in found), "tensors": tensor_bytes([*components, *beside]),
         }  # fmt: skip
-        _check_room(components, card, self._needs)
+        self._where = [*components, *beside][0].folder.parent
+        _check_room(self._where, card, self._needs)
         self._plans = [Plan.begin(*plan) for plan in found]
 
     def load(self) -> dict[str, TrtEngine]:
@@ -147,7 +150,7 @@ class Plans:
         scratch = sum(engine.device_bytes() for engine in loaded.values())
         if scratch > self._needs["scratch"]:  # a plan that was built where no card could say how much it wants
             tables = max(self._needs["tables"] - (self._card.allocated - self._allocated), 0)  # that are still to come
-            _check_room(self._components, self._card, {**self._needs, "plans": 0, "tables": tables, "scratch": scratch})
+            _check_room(self._where, self._card, {**self._needs, "plans": 0, "tables": tables, "scratch": scratch})
         return {component.name: loaded[component.name] for component in self._components}
 
 
@@ -159,8 +162,8 @@ def tensor_bytes(components: Sequence[Component]) -> int:
     return sum(sizes)
 
 
-def _check_room(components: Sequence[Component], card: Card, needs: Mapping[str, int]) -> None:
-    where, wanted, left = components[0].folder.parent, sum(needs.values()), card.free_bytes()
+def _check_room(where: Path, card: Card, needs: Mapping[str, int]) -> None:
+    wanted, left = sum(needs.values()), card.free_bytes()
     told = ", ".join(f"{what} {size / 1e9:.3f}" for what, size in needs.items() if size)
     _log.info("%s takes %.2f GB (%s), %s has %.2f GB left", where, wanted / 1e9, told, card.name, left / 1e9)
     if wanted > left:

@@ -1,0 +1,414 @@
+// What stands between the products of a network over many rows (prompts, pictures): norms, rotary, attention, gates. The products themselves
+// are cuBLASLt's.
+//
+// T rows of W numbers lie row after row; `KIND` is f16 or bf16, sums are float32. Every kernel may start while its predecessor still runs
+// (programmatic dependent launch) and waits before it touches memory.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE float widen(u16 h) { float f; asm("cvt.f32." KIND " %0, %1;" : "=f"(f) : "h"(h)); return f; }
+DEVICE u16 rounded(float f) { u16 h; asm("cvt.rn." KIND ".f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+DEVICE u32 rounded(float low, float high) { u32 r; asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
+DEVICE float power_of_two(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+DEVICE void begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+DEVICE void widen_eight(const uint4& from, float (&to)[8]) {
+    const u32 words[4] = {from.x, from.y, from.z, from.w};
+    #pragma unroll
+    for (int e = 0; e < 4; e++) to[2 * e] = widen((u16)(words[e] & 0xffff)), to[2 * e + 1] = widen((u16)(words[e] >> 16));
+}
+DEVICE uint4 round_eight(const float (&from)[8]) {
+    return make_uint4(rounded(from[0], from[1]), rounded(from[2], from[3]), rounded(from[4], from[5]), rounded(from[6], from[7]));
+}
+DEVICE void read_eight(const float* from, float (&to)[8]) {
+    const float4 a = ((const float4*)from)[0], b = ((const float4*)from)[1];
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+
+DEVICE float over_block(float value, float* scratch) {  // the sum over all threads, to all of them
+    #pragma unroll
+    for (int d = 16; d; d /= 2) value += __shfl_xor_sync(~0u, value, d);
+    if ((threadIdx.x & 31) == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0;
+    for (int w = 0; w < (int)blockDim.x / 32; w++) value += scratch[w];
+    return value;
+}
+
+struct Norm {
+    u16* x;               // [T, W]
+    const u16* more;      // [T, W] that is added to x first, or null; x then keeps the sum
+    const float* weight;  // [W]
+    const float* bias;    // [W], or null
+    u16* out;             // [T, W]
+    int width, layer;     // layer: subtract the mean
+    float eps;
+};
+
+// A row a block, N eights of it a thread; the weights are there before the row is.
+template <int N>
+DEVICE void norm(const Norm& p) {
+    __shared__ float scratch[2][8];
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    float x[N][8], w[N][8], b[N][8], sum = 0;
+    #pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int at = (i * blockDim.x + threadIdx.x) * 8;
+        #pragma unroll
+        for (int e = 0; e < 8; e++) x[i][e] = w[i][e] = b[i][e] = 0;
+        if (at >= p.width) continue;
+        read_eight(p.weight + at, w[i]);
+        if (p.bias) read_eight(p.bias + at, b[i]);
+    }
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    const size_t row = (size_t)blockIdx.x * p.width;
+    #pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int at = (i * blockDim.x + threadIdx.x) * 8;
+        if (at >= p.width) continue;
+        widen_eight(*(const uint4*)(p.x + row + at), x[i]);
+        if (p.more) {
+            float more[8];
+            widen_eight(*(const uint4*)(p.more + row + at), more);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) x[i][e] += more[e];
+            const uint4 kept = round_eight(x[i]);
+            *(uint4*)(p.x + row + at) = kept;
+            widen_eight(kept, x[i]);
+        }
+        #pragma unroll
+        for (int e = 0; e < 8; e++) sum += x[i][e];
+    }
+    const float mean = p.layer ? over_block(sum, scratch[0]) / p.width : 0.0f;
+    float squares = 0;
+    #pragma unroll
+    for (int i = 0; i < N; i++)
+        if ((int)(i * blockDim.x + threadIdx.x) * 8 < p.width)
+            #pragma unroll
+            for (int e = 0; e < 8; e++) squares += (x[i][e] - mean) * (x[i][e] - mean);
+    const float factor = rsqrtf(over_block(squares, scratch[1]) / p.width + p.eps);
+    #pragma unroll
+    for (int i = 0; i < N; i++) {
+        const int at = (i * blockDim.x + threadIdx.x) * 8;
+        if (at >= p.width) continue;
+        #pragma unroll
+        for (int e = 0; e < 8; e++) x[i][e] = (x[i][e] - mean) * factor * w[i][e] + b[i][e];
+        *(uint4*)(p.out + row + at) = round_eight(x[i]);
+    }
+}
+extern "C" __global__ void __launch_bounds__(256) norm_narrow(const __grid_constant__ Norm p) { norm<1>(p); }
+extern "C" __global__ void __launch_bounds__(256) norm_wide(const __grid_constant__ Norm p) { norm<4>(p); }
+
+struct Turn {
+    const u16* x;         // [T, stride]: heads of `q`, then of `k`, then of `v`, D wide each
+    const float* table;   // [T, D]: cosines, then sines, of half a head's width
+    const float* q_norm;  // [D] weights of the queries' RMSNorm, or null
+    const float* k_norm;
+    u16 *q, *k, *v;       // where they go, a row `q_stride` …; v may be null: then values stay where they are
+    int rows, stride, q_heads, k_heads, q_stride, kv_stride;
+    float eps;
+};
+
+// Rotary by halves, after an RMSNorm of each head where there is one: D / 16 threads a head, eight numbers of either half each.
+template <int D>
+DEVICE void turn(const Turn& p) {
+    begin();
+    constexpr int THREADS = D / 16;
+    const int heads = p.q_heads + p.k_heads + (p.v ? p.k_heads : 0), i = blockIdx.x * blockDim.x + threadIdx.x;
+    const int part = i % THREADS * 8, head = i / THREADS % heads, row = i / THREADS / heads;
+    if (i / THREADS >= p.rows * heads) return;  // whole groups of THREADS leave together
+    const u16* from = p.x + (size_t)row * p.stride + head * D + part;
+    if (head >= p.q_heads + p.k_heads) {
+        u16* to = p.v + (size_t)row * p.kv_stride + (head - p.q_heads - p.k_heads) * D + part;
+        *(uint4*)to = *(const uint4*)from, *(uint4*)(to + D / 2) = *(const uint4*)(from + D / 2);
+        return;
+    }
+    float a[8], b[8], c[8], s[8];
+    widen_eight(*(const uint4*)from, a), widen_eight(*(const uint4*)(from + D / 2), b);
+    const float* weight = head < p.q_heads ? p.q_norm : p.k_norm;
+    if (weight) {
+        float squares = 0, w[8], u[8];
+        #pragma unroll
+        for (int e = 0; e < 8; e++) squares += a[e] * a[e] + b[e] * b[e];
+        #pragma unroll
+        for (int d = THREADS / 2; d; d /= 2) squares += __shfl_xor_sync(__activemask(), squares, d);
+        const float factor = rsqrtf(squares / D + p.eps);
+        read_eight(weight + part, w), read_eight(weight + D / 2 + part, u);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) a[e] *= factor * w[e], b[e] *= factor * u[e];
+    }
+    read_eight(p.table + (size_t)row * D + part, c), read_eight(p.table + (size_t)row * D + D / 2 + part, s);
+    float first[8], second[8];
+    #pragma unroll
+    for (int e = 0; e < 8; e++) first[e] = a[e] * c[e] - b[e] * s[e], second[e] = b[e] * c[e] + a[e] * s[e];
+    u16* to = head < p.q_heads ? p.q + (size_t)row * p.q_stride + head * D + part
+                               : p.k + (size_t)row * p.kv_stride + (head - p.q_heads) * D + part;
+    *(uint4*)to = round_eight(first), *(uint4*)(to + D / 2) = round_eight(second);
+}
+
+struct Attention {
+    const u16 *q, *k, *v;  // rows of `q_stride` and `kv_stride` numbers, heads side by side
+    u16* out;              // rows of `out_stride` numbers
+    int q_stride, kv_stride, out_stride, length, groups, causal;  // length: rows of a sequence; groups: query heads that share keys
+    float scale;           // of the scores, times log2(e)
+};
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE void copy_eight(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+DEVICE void copies_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> DEVICE void copies_arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+DEVICE void load_matrices(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+DEVICE void load_matrices_turned(u32 (&m)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <int D> struct Room {
+    static constexpr int P = (D + 15) / 16 * 16, S = P + 8;  // a head padded with zeros; numbers between rows in shared memory
+    static constexpr int Q = 64, K = D > 128 ? 32 : 64;      // query rows of a block, keys that a warp looks at together
+    static constexpr int STAGE = 2 * 2 * K * S;              // numbers: keys and values, for either half of the warps
+    static constexpr int BYTES = (Q * S + 2 * STAGE) * 2;
+    static_assert(2 * STAGE * 2 >= Q * (P + 4) * 4 + 2 * Q * 4, "what one half of the warps tells the other fits where keys stood");
+};
+
+// 64 queries of one head and sequence a block, 16 a warp; four warps look at every other piece of the keys, four at those between, and both
+// are put together at the end. Keys and values go by in two alternating places of shared memory.
+template <int D>
+DEVICE void attend(const Attention& p) {
+    using L = Room<D>;
+    constexpr int P = L::P, S = L::S, K = L::K, WORDS = P / 8, THREADS = 256;
+    extern __shared__ __align__(128) u16 memory[];
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5 & 3, half = thread >> 7, g = lane >> 2, t = lane & 3;
+    const int head = blockIdx.y, first = blockIdx.x * L::Q;
+    const size_t sequence = (size_t)blockIdx.z * p.length;
+    const u16* keys = p.k + sequence * p.kv_stride + head / p.groups * D;
+    const u16* values = p.v + sequence * p.kv_stride + head / p.groups * D;
+    const u32 q = shared_address(memory), kv = q + L::Q * S * 2;
+    const int end = p.causal ? min(p.length, first + L::Q) : p.length, turns = (end + 2 * K - 1) / (2 * K);
+    begin();
+
+    for (int i = thread; i < L::Q * WORDS; i += THREADS) {
+        const int row = i / WORDS, d = i % WORDS * 8;
+        const bool there = first + row < p.length && d < D;
+        copy_eight(q + (row * S + d) * 2, there ? p.q + (sequence + first + row) * p.q_stride + head * D + d : p.q, there);
+    }
+    auto fetch = [&](int turn) {  // 2 K keys, then as many values
+        const u32 to = kv + (turn & 1) * L::STAGE * 2;
+        for (int i = thread; i < 2 * K * WORDS; i += THREADS) {
+            const int key = turn * 2 * K + i / WORDS, d = i % WORDS * 8;
+            const bool there = key < p.length && d < D;
+            const size_t from = (size_t)key * p.kv_stride + d;
+            copy_eight(to + (i / WORDS * S + d) * 2, there ? keys + from : keys, there);
+            copy_eight(to + ((2 * K + i / WORDS) * S + d) * 2, there ? values + from : values, there);
+        }
+        copies_sent();
+    };
+    fetch(0);
+    if (turns > 1) fetch(1);
+
+    float best[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, seen[P / 8][4];
+    #pragma unroll
+    for (int d = 0; d < P / 8; d++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) seen[d][e] = 0;
+    const int row[2] = {first + warp * 16 + g, first + warp * 16 + g + 8};
+    const u32 q_corner = q + ((warp * 16 + (lane & 7) + ((lane >> 3) & 1) * 8) * S + (lane >> 4) * 8) * 2;
+    const u32 k_corner = ((half * K + (lane & 7) + (lane >> 4) * 8) * S + ((lane >> 3) & 1) * 8) * 2;
+    const u32 v_corner = (((2 + half) * K + (lane & 7) + ((lane >> 3) & 1) * 8) * S + (lane >> 4) * 8) * 2;
+    for (int turn = 0; turn < turns; turn++) {
+        if (turn + 1 < turns) copies_arrived<1>();
+        else copies_arrived<0>();
+        __syncthreads();
+        const u32 here = kv + (turn & 1) * L::STAGE * 2;
+        const int begins = (2 * turn + half) * K;
+        if (begins < end) {
+            float score[K / 8][4];
+            #pragma unroll
+            for (int n = 0; n < K / 8; n++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) score[n][e] = 0;
+            #pragma unroll
+            for (int d = 0; d < P / 16; d++) {
+                u32 a[4];
+                load_matrices(a, q_corner + d * 32);
+                #pragma unroll
+                for (int n = 0; n < K / 16; n++) {
+                    u32 b[4];
+                    load_matrices(b, here + k_corner + n * 16 * S * 2 + d * 32);
+                    multiply(score[2 * n], a, b[0], b[1]);
+                    multiply(score[2 * n + 1], a, b[2], b[3]);
+                }
+            }
+            float top[2] = {best[0], best[1]};
+            #pragma unroll
+            for (int n = 0; n < K / 8; n++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int key = begins + n * 8 + t * 2 + (e & 1);
+                    const bool there = key < p.length && (!p.causal || key <= row[e >> 1]);
+                    score[n][e] = there ? score[n][e] * p.scale : __int_as_float(0xff800000);
+                    top[e >> 1] = fmaxf(top[e >> 1], score[n][e]);
+                }
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+                top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+                const float shrink = power_of_two(best[h] - top[h]);
+                best[h] = top[h], total[h] *= shrink;
+                #pragma unroll
+                for (int d = 0; d < P / 8; d++) seen[d][2 * h] *= shrink, seen[d][2 * h + 1] *= shrink;
+            }
+            #pragma unroll
+            for (int n = 0; n < K / 8; n++)
+                #pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    score[n][e] = power_of_two(score[n][e] - best[e >> 1]);
+                    total[e >> 1] += score[n][e];
+                }
+            #pragma unroll
+            for (int n = 0; n < K / 16; n++) {
+                const u32 a[4] = {rounded(score[2 * n][0], score[2 * n][1]), rounded(score[2 * n][2], score[2 * n][3]),
+                                  rounded(score[2 * n + 1][0], score[2 * n + 1][1]), rounded(score[2 * n + 1][2], score[2 * n + 1][3])};
+                #pragma unroll
+                for (int d = 0; d < P / 16; d++) {
+                    u32 b[4];
+                    load_matrices_turned(b, here + v_corner + n * 16 * S * 2 + d * 32);
+                    multiply(seen[2 * d], a, b[0], b[1]);
+                    multiply(seen[2 * d + 1], a, b[2], b[3]);
+                }
+            }
+        }
+        __syncthreads();
+        if (turn + 2 < turns) fetch(turn + 2);
+    }
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        total[h] += __shfl_xor_sync(~0u, total[h], 1);
+        total[h] += __shfl_xor_sync(~0u, total[h], 2);
+    }
+    constexpr int W = P + 4;  // words between rows of what the second half tells
+    float *told = (float*)(memory + L::Q * S), *bests = told + L::Q * W, *totals = bests + L::Q;
+    if (half) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int at = warp * 16 + g + 8 * h;
+            #pragma unroll
+            for (int d = 0; d < P / 8; d++) *(float2*)(told + at * W + d * 8 + t * 2) = make_float2(seen[d][2 * h], seen[d][2 * h + 1]);
+            if (t == 0) bests[at] = best[h], totals[at] = total[h];
+        }
+    }
+    __syncthreads();
+    if (half) return;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        if (row[h] >= p.length) continue;
+        const int at = warp * 16 + g + 8 * h;
+        const float top = fmaxf(best[h], bests[at]), mine = power_of_two(best[h] - top), theirs = power_of_two(bests[at] - top);
+        const float inverse = 1.0f / (total[h] * mine + totals[at] * theirs);
+        u16* to = p.out + (sequence + row[h]) * p.out_stride + head * D + t * 2;
+        #pragma unroll
+        for (int d = 0; d < D / 8; d++) {
+            const float2 more = *(const float2*)(told + at * W + d * 8 + t * 2);
+            *(u32*)(to + d * 8) = rounded((seen[d][2 * h] * mine + more.x * theirs) * inverse, (seen[d][2 * h + 1] * mine + more.y * theirs) * inverse);
+        }
+    }
+}
+
+struct Gate {
+    const u16* x;  // [T, W], or [T, 2 W]: gate, then up
+    u16* out;      // [T, W]
+    int rows, width, kind;
+};
+enum { GELU, GATED_GELU, GATED_SILU };
+
+// gelu(x) with the error function, gelu_tanh(gate) up, silu(gate) up: eight numbers a thread.
+extern "C" __global__ void __launch_bounds__(256) gate_rows(const __grid_constant__ Gate p) {
+    begin();
+    const int eights = p.width / 8;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.rows * eights; i += gridDim.x * blockDim.x) {
+        const int row = i / eights, at = i % eights * 8;
+        const u16* from = p.x + (size_t)row * p.width * (p.kind == GELU ? 1 : 2) + at;
+        float x[8], up[8];
+        widen_eight(*(const uint4*)from, x);
+        if (p.kind != GELU) widen_eight(*(const uint4*)(from + p.width), up);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) {
+            const float y = x[e], u = 0.7978845608028654f * (y + 0.044715f * y * y * y);
+            if (p.kind == GELU) x[e] = 0.5f * y * (1.0f + erff(y * 0.70710678118654752f));
+            else x[e] = up[e] * __fdividef(y, 1.0f + __expf(p.kind == GATED_SILU ? -y : -2.0f * u));
+        }
+        *(uint4*)(p.out + (size_t)row * p.width + at) = round_eight(x);
+    }
+}
+
+struct Corners {
+    const u16* table;      // [N, W]
+    const long long* index;  // [4, T] rows of the table
+    const u16* share;      // [4, T]
+    u16* out;              // [T, W]
+    int rows, width;
+};
+
+// The weighted mean of four rows of a table.
+extern "C" __global__ void __launch_bounds__(256) mix_corners(const __grid_constant__ Corners p) {
+    begin();
+    const int eights = p.width / 8;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.rows * eights; i += gridDim.x * blockDim.x) {
+        const int row = i / eights, at = i % eights * 8;
+        float sum[8] = {0, 0, 0, 0, 0, 0, 0, 0}, x[8];
+        #pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const float share = widen(p.share[c * p.rows + row]);
+            widen_eight(*(const uint4*)(p.table + p.index[c * p.rows + row] * p.width + at), x);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) sum[e] += share * x[e];
+        }
+        *(uint4*)(p.out + (size_t)row * p.width + at) = round_eight(sum);
+    }
+}
+
+struct Angles {
+    const float* angles;  // [T, H]
+    float* table;         // [T, 2 H]: cosines, then sines
+    int rows, half;
+};
+
+extern "C" __global__ void __launch_bounds__(256) table_of(const __grid_constant__ Angles p) {
+    begin();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.rows * p.half; i += gridDim.x * blockDim.x) {
+        const int row = i / p.half, at = i % p.half;
+        p.table[row * 2 * p.half + at] = cosf(p.angles[i]), p.table[row * 2 * p.half + p.half + at] = sinf(p.angles[i]);
+    }
+}
+
+struct Patches {
+    const u16* x;  // [V, 3, side, side]
+    u16* out;      // [V (side / patch)^2, width], zeros behind 3 patch^2
+    int views, side, patch, width;
+};
+
+// Pictures cut into patches, channel by channel, row by row.
+extern "C" __global__ void __launch_bounds__(256) cut_patches(const __grid_constant__ Patches p) {
+    begin();
+    const int across = p.side / p.patch, area = p.patch * p.patch, all = p.views * across * across * p.width;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < all; i += gridDim.x * blockDim.x) {
+        const int at = i % p.width, place = i / p.width % (across * across), view = i / p.width / (across * across);
+        const int channel = at / area, y = place / across * p.patch + at % area / p.patch, x = place % across * p.patch + at % p.patch;
+        p.out[i] = at < 3 * area ? p.x[((size_t)(view * 3 + channel) * p.side + y) * p.side + x] : (u16)0;
+    }
+}
+
