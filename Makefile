@@ -7,6 +7,7 @@ VENV   ?= .venv
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 $$HOME/.pyenv/versions/3.1[123].*/bin/python; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN    := $(VENV)/bin
+VERSIONS ?= 3.11 3.12 3.13
 UV     := $(shell command -v uv 2>/dev/null)
 
 help: ## show this list
@@ -30,13 +31,8 @@ bench: $(VENV)/installed ## measure; writes docs/*.json
 certify-oracle: $(VENV)/installed ## the oracle over five suites, twice ten trials of each task: hours; writes docs/oracle.json and docs/oracle.md's tables
 	$(BIN)/python benchmarks/certify_oracle.py $(ARGS)
 
-matrix: ## the tests under every other Python that this machine has
-	@found=0; for v in 3.11 3.12 3.13; do \
-	  for p in python$$v $$HOME/.pyenv/versions/$$v.*/bin/python; do \
-	    $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != tuple(map(int, "'$$v'".split("."))))' 2>/dev/null || continue; \
-	    found=1; echo "== Python $$v"; $(MAKE) --no-print-directory test VENV=.venv-$$v PYTHON=$$p || exit 1; break; \
-	  done || exit 1; \
-	done; test $$found = 1
+matrix: ## the tests under every supported Python, one after the other, each in an environment of its own; VERSIONS=3.13 picks
+	@tools/matrix.sh $(VERSIONS)
 
 docs: $(VENV)/installed ## the site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

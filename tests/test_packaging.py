@@ -99,6 +99,35 @@ def test_the_commands_that_the_readme_promises_are_in_the_makefile() -> None:
     assert {"demo", "test", "check", "bench", "matrix", "docs", "clean"} <= targets
 
 
+def test_the_matrix_plays_every_version_that_is_here_and_says_what_failed_and_what_is_not(tmp_path: Path) -> None:
+    here = "{}.{}".format(*sys.version_info)
+    (tmp_path / f"python{here}").symlink_to(sys.executable)
+    make = tmp_path / "make"  # stands in for the suite
+    make.write_text('#!/bin/sh\necho "$@" >> made; echo "FAILED tests/a.py::b"; echo "=== 1 failed, 2 passed in 3.0s ==="; exit 2\n')
+    make.chmod(0o755)
+    (tmp_path / "tools").mkdir()
+    script = shutil.copy(ROOT / "tools" / "matrix.sh", tmp_path / "tools")
+    played = subprocess.run(
+        [script, "3.99", here],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert played.returncode == 1
+    assert played.stdout.splitlines()[-3:] == [
+        "3.99  not on this machine: uv python install 3.99, or pyenv install 3.99",
+        f"{here}  FAILED in 0 min: 1 failed, 2 passed in 3.0s",
+        "      FAILED tests/a.py::b",
+    ]
+    assert (tmp_path / "made").read_text() == f"--no-print-directory test VENV=.venv-{here} PYTHON=python{here}\n"
+    make.write_text('#!/bin/sh\necho "=== 3 passed in 3.0s ==="\n')
+    played = subprocess.run(
+        [script, here], env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert (played.returncode, played.stdout.splitlines()[-1]) == (0, f"{here}  passed in 0 min: 3 passed in 3.0s")
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_to_files_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
