@@ -106,6 +106,13 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
         # A reset moves fixtures and switches sites in the model itself. Every reset begins from these copies, so that none can see
         # which came before it.
         self._fresh = {name: getattr(self._model, name).copy() for name in ("body_pos", "body_quat", "site_rgba", "geom_rgba")}
+        for fixture in self._problem.fixtures_dict.values():
+            # LIBERO compiles the scene anew for every reset, and its sampler takes where a region lies on a fixture from there: a copy
+            # of a fixture that was placed already would count its place twice, and put a bowl that belongs on the stove in the air.
+            body, drawn = self._model.body(fixture.root_body).id, fixture.get_obj()
+            self._fresh["body_pos"][body] = [float(number) for number in drawn.get("pos", "0 0 0").split()]
+            self._fresh["body_quat"][body] = [float(number) for number in drawn.get("quat", "1 0 0 0").split()]
+        self._joints = tuple(self._problem.object_property_initializers)  # what draws how far a drawer is open, a knob turned
         self._fixtures = sorted({fixture.root_body for fixture in self._problem.fixtures_dict.values()})
         self._goal = {f"{name}({', '.join(of)})": [name, *of] for name, *of in self._problem.parsed_problem["goal_state"]}
         self._grip = _Grip.of(self._problem)
@@ -132,6 +139,7 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
         trial = self._trial(options or {})
         first = ORDERED_SEED if self._ordered else int(self.np_random.integers(SEED_LIMIT)) if seed is None else seed
         with _seeded(first), machine.quiet():
+            self._problem.object_property_initializers = [*self._joints]
             for _ in range(trial + 1 if self._ordered else 1):
                 self._place()
         if self._rows is not None:
@@ -244,6 +252,8 @@ class LiberoEnv(gymnasium.Env[Observation, Vector]):
         for _ in range(PLACEMENTS):
             for name, array in self._fresh.items():
                 getattr(self._model, name)[:] = array
+            if self._ordered:  # LIBERO draws the joints once more at every reset of a process, and what it draws next is another number
+                self._problem.object_property_initializers += self._joints
             try:
                 self._problem.reset()
             except RandomizationError:

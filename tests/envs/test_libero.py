@@ -1,4 +1,4 @@
-"""LIBERO itself: the same episode again, its pictures drawn again, its conventions. Four tasks, each compiled once."""
+"""LIBERO itself: the same episode again, its pictures drawn again, its conventions. Five tasks, each compiled once."""
 
 from __future__ import annotations
 
@@ -239,6 +239,20 @@ def test_ordered_seeding_gives_trial_k_the_fixtures_of_the_k_th_reset_after_seed
     assert third["wooden_cabinet_1_main"][:3].tolist() == [0.02648852339344886, -0.2439916219136392, 0.905]
 
 
+def test_ordered_seeding_draws_a_stove_that_is_on_as_often_as_libero_itself_does(libero: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = libero(*POTS)
+    monkeypatch.setattr(env, "_ordered", True)
+    # What LIBERO's own ControlEnv gives after seed(7) and one, two, three hard resets, printed with repr.
+    places = [
+        [-0.20238117733702923, -0.20868127306188192, 0.905],
+        [-0.20255230621229883, -0.20045197690296823, 0.905],
+        [-0.20997146238874487, -0.20815475308306497, 0.905],
+    ]
+    for trial in (2, 0, 1):
+        fixtures = env.reset(seed=1, options={"trial": trial})[1]["fixtures"]
+        assert fixtures["flat_stove_1_main"][:3].tolist() == places[trial]
+
+
 def test_a_stored_row_before_any_settling_is_drawn_again_too(libero: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     env = libero(*KNOB)
     monkeypatch.setattr(env, "_settle_steps", 0)
@@ -275,6 +289,18 @@ def test_placement_starts_differ_by_seed_alone_and_need_no_rows(libero: Compiled
     before = digest(env.look())
     env.restore(states[0], fixtures)
     assert digest(env.look()) == before
+
+
+def test_what_belongs_on_a_fixture_is_placed_there_as_libero_itself_does(libero: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = libero("libero_spatial", 7)
+    monkeypatch.setattr(env, "_rows", None)
+    monkeypatch.setattr(env, "_settle_steps", 0)
+    # LIBERO's own ControlEnv of that problem: env.seed(seed); env.reset(), which compiles the scene anew; the bowl's body_xpos.
+    for seed, on_the_stove in enumerate(
+        [(-0.2434144, -0.14355997, 1.01), (-0.26399585, -0.14036211, 1.01), (-0.26998181, -0.15801527, 1.01)]
+    ):
+        _, info = env.reset(seed=seed)
+        assert info["objects"]["akita_black_bowl_1"][:3] == pytest.approx(on_the_stove, abs=1e-7)
 
 
 def test_a_placement_without_room_is_tried_again_but_not_for_ever(libero: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
