@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Sequence as AbcSequence
@@ -702,7 +703,9 @@ def bench(
     if backend != "auto" and options.setdefault("backend", backend) != backend:
         raise BadRequest(f"--backend {backend} and --option backend={options['backend']} disagree; say it once")
     words = _usual_instruction(opened) if instruction is None else instruction
+    began = time.perf_counter()
     policy = registry.load_policy(opened.model, bundle=bundle, **options)
+    loaded = time.perf_counter() - began
     engines: Mapping[str, Mapping[str, str]] = getattr(policy, "engines", {})
     on_card = any(about["backend"] != "onnxruntime" for about in engines.values())
     if against is not None and not on_card:
@@ -723,14 +726,16 @@ def bench(
         ms[stage] = {q: 1e3 * getattr(quantiles, q) for q in ("p50", "p90", "p99")} | {"max": 1e3 * max(values)}
     about = {**rehearsal.about, "instruction": words, "frontend": opened.frontend, "dtype": opened.options["dtype"]}
     data = {
-        "bundle": opened.digest, "model": opened.model, **about, "engines": engines, "requests": found.requests, "warm_up": found.warm_up,
-        "warm_up_seconds": found.warm_up_s, "ms": ms, "requests_per_second": 1e3 * rehearsal.about["batch"] / ms["whole"]["p50"],
+        "bundle": opened.digest, "model": opened.model, **about, "engines": engines, "load_seconds": loaded, "requests": found.requests,
+        "warm_up": found.warm_up, "warm_up_seconds": found.warm_up_s, "ms": ms,
+        "requests_per_second": 1e3 * rehearsal.about["batch"] / ms["whole"]["p50"],
     }  # fmt: skip
     table = Table("stage", *(Column(q, justify="right") for q in ("p50", "p90", "p99", "max")), title=f"{bundle}, ms", title_justify="left")
     for stage, row in ms.items():
         table.add_row(stage, *(f"{value:.3f}" for value in row.values()))
     lines = [", ".join(f"{name} {value}" for name, value in about.items())]
     lines += [f"{name}: {', '.join(f'{key} {value}' for key, value in said.items())}" for name, said in engines.items()]
+    lines.append(f"loaded in {loaded:.1f} s")
     lines.append(f"{found.requests} requests after {found.warm_up} that are not counted ({found.warm_up_s:.1f} s)")
     if other is not None:
         ratio = other["parts"]["e2e"]["p50"] / ms["gpu"]["p50"]

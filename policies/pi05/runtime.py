@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COMPONENTS = ("visual", "prefix", "action")  # and "cond", where the time's part is hoisted out of the action
 STEPS = 10  # of the flow, as published
-_PART = 2048  # rows of the token table
+_PART = 256  # rows of the token table that one thread scales at once
 
 
 @dataclass(frozen=True, slots=True)

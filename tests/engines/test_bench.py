@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from vla_eval import registry
 from vla_eval.cli import main
 from vla_eval.engines import bench
 from vla_eval.engines.bench import measure, rival
@@ -69,9 +70,19 @@ def test_nothing_is_measured_of_no_request() -> None:
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt"])
 def test_the_command_times_every_stage_of_the_bundles_own_robot(
-    own: Bundle, emulated: Emulated, backend: str, capfd: pytest.CaptureFixture[str]
+    own: Bundle, emulated: Emulated, backend: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulated[1](own)
+    load, took = registry.load_policy, list[float]()
+
+    def timed(*args: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        policy = load(*args, **named)
+        took.append(time.perf_counter() - began)
+        return policy
+
+    monkeypatch.setattr(registry, "load_policy", timed)
+    began = time.perf_counter()
     words = "pick up the bowl"
     asked = ["bench", str(own.path), "--requests", "3", "--warm-up", "2", "--instruction", words, "--backend", backend, "--json"]
     assert main(asked) == 0
@@ -83,14 +94,13 @@ def test_the_command_times_every_stage_of_the_bundles_own_robot(
         assert 0 <= row["p50"] <= row["p90"] <= row["p99"] <= row["max"]
     assert (said["requests"], said["warm_up"], said["batch"], said["views"], said["steps"]) == (3, 2, 2, 2, 4)
     assert said["tokens"] == gr00t.open_policy(own, backend="onnxruntime").rehearse(words).rows[0].token_ids.size
+    assert took[0] <= said["load_seconds"] <= time.perf_counter() - began - said["warm_up_seconds"]
     assert (said["frontend"], said["dtype"], said["instruction"]) == ("onnx", "fp32", words)
     assert {about["backend"] for about in said["engines"].values()} == {"onnxruntime" if backend == "onnxruntime" else "tensorrt_rtx"}
     assert said["requests_per_second"] == pytest.approx(2e3 / said["ms"]["whole"]["p50"])
 
 
 def test_without_an_instruction_one_of_the_registered_tasks_is_used(own: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
-    from vla_eval import registry
-
     assert main(["bench", str(own.path), "--requests", "1", "--warm-up", "0", "--json"]) == 0
     known = {task.instruction for suite in registry.names(registry.TASKS) for task in registry.load_tasks(suite)}
     assert json.loads(capfd.readouterr().out)["instruction"] in known
