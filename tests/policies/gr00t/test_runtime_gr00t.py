@@ -91,7 +91,7 @@ def bundle(batch: int = 1, steps: Sequence[int] = (STEPS,)) -> Bundle:
             rows = REFERENCE["step.adanorm_modulation"] if kind == "adanorm_modulation" else np.arange(count * 36.0).reshape(count, 36)
             return {kind: np.resize(rows, (count, *rows.shape[1:])).astype(np.float32)}
 
-        return SimpleNamespace(tensors=tensors)
+        return SimpleNamespace(tensors=tensors, ahead=lambda *files: 0)
 
     options = {"steps": list(steps), "batch": batch, "geometry": GEOMETRY}
     return cast(Bundle, SimpleNamespace(path=Path("BUNDLE"), options=options, component=component))
