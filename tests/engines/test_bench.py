@@ -160,7 +160,7 @@ def test_the_command_says_how_many_times_faster_the_bundle_is(
     folder = scripts()
     monkeypatch.setattr(bench, "rival", lambda model, arguments: rival(model, arguments, scripts=folder))
     monkeypatch.setattr(gr00t, "asdict", lambda _: own.options["geometry"])  # as if the tiny network were the released one
-    assert main(["bench", str(own.path), "--against", "torch", "--requests", "2", "--backend", "tensorrt", "--json"]) == 0
+    assert main(["bench", str(own.path), "--against", "torch", "--requests", "2", "--warm-up", "1", "--backend", "tensorrt", "--json"]) == 0
     said = json.loads(capfd.readouterr().out)
     assert said["against"]["times_faster"] == pytest.approx(8.0 / said["ms"]["gpu"]["p50"])
     words = said["against"]["command"][1:]
