@@ -15,9 +15,12 @@ import argparse
 import gc
 import shutil
 import sys
+import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from _parts import Note, Parts, command_line
@@ -26,7 +29,7 @@ from _stages import followed
 from vla_eval import registry
 from vla_eval.arrays import read_npz
 from vla_eval.engines import trt
-from vla_eval.engines.bench import measure, rival
+from vla_eval.engines.bench import HOST, measure, rival
 from vla_eval.engines.bundle import Bundle, Component
 from vla_eval.engines.trt_build import build, card_here, plan_file, record_of, standing
 from vla_eval.engines.trt_run import Requests
@@ -106,6 +109,7 @@ def asked_of(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle,
     rehearsal = policy.rehearse(WORDS[asked.model])
     parts(f"{name} first request", lambda note: note.update(ms={k: 1e3 * v for k, v in rehearsal.answer().items()}))
     parts(f"{name} latency", lambda note: note.update(latency(rehearsal, asked.requests)))
+    parts(f"{name} host", lambda note: note.update(host(policy, rehearsal, asked.requests)))
     parts(f"{name} replays", lambda note: note.update(replays(policy, asked.model)))
     if len(rehearsal.rows) > 1:
         parts(f"{name} rows", lambda note: note.update(rows(policy, asked.model)))
@@ -179,6 +183,46 @@ def latency(rehearsal: Any, requests: int) -> dict[str, Any]:
         "p99_over_p50": {stage: round(ms[stage]["p99"] / ms[stage]["p50"], 4) for stage in ("gpu", "whole")},
         "samples_per_second": {stage: 1e3 * rehearsal.about["batch"] / ms[stage]["p50"] for stage in ("gpu", "whole")},
     }  # fmt: skip
+
+
+def host(policy: Any, rehearsal: Any, requests: int) -> dict[str, Any]:
+    """Where the host's share of a replayed request goes: median milliseconds of the calls that it makes, and what none of them explains."""
+    runtime, there = policy.model.runtime, device(policy)
+    (ready, *_) = reversed(there.requests._kept.values())  # of the shape that was asked last
+    calls = {
+        "check": (runtime, "_check"), "launch": (ready.graph, "launch"), "wait": (there.card, "wait"), "read the marks": (ready, "seconds"),
+    }  # fmt: skip
+    taken: dict[str, list[float]] = {}
+
+    def timed(what: str, work: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return work(*given, **named)
+            finally:
+                taken.setdefault(what, []).append(1e3 * (time.perf_counter() - began))
+
+        return call
+
+    with ExitStack() as stack:
+        for what, (owner, method) in calls.items():
+            stack.enter_context(patch.object(owner, method, timed(what, getattr(owner, method))))
+        for _ in range(requests):
+            began = time.perf_counter()
+            stages = {stage: 1e3 * seconds for stage, seconds in rehearsal.answer().items()}
+            whole, gpu = 1e3 * (time.perf_counter() - began), sum(ms for stage, ms in stages.items() if stage not in HOST)
+            own = {stage: stages[stage] for stage in HOST}
+            known = sum(own.values()) + sum(taken[what][-1] for what in ("check", "read the marks"))
+            # the GPU begins while the host still launches: what of both together is not the GPU's own time is the host's
+            late = taken["launch"][-1] + taken["wait"][-1] - gpu
+            for what, ms in {
+                **own,
+                "share": whole - gpu,
+                "launch and wait beyond the GPU": late,
+                "left": whole - gpu - known - late,
+            }.items():
+                taken.setdefault(what, []).append(ms)
+    return {"requests": requests, "ms": {what: round(float(np.median(ms)), 4) for what, ms in taken.items()}}
 
 
 def replays(policy: Any, model: str) -> dict[str, bool]:

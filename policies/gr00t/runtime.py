@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -211,26 +212,10 @@ class Gr00tRuntime:
         return integrate(velocity, np.stack([row.noise for row in rows]), self.steps, 1.0 / self.steps)  # time runs from noise to data
 
     def _check(self, row: Inputs) -> None:
-        image = row.token_ids == self.layout.image_token
-        per_view = row.grid[0] * row.grid[1]
-        places, merged = int(np.count_nonzero(image)), row.patch_count // (MERGE * MERGE)
+        ids = row.token_ids.astype(np.int64, copy=False).tobytes()
+        prompt = _problem_of(ids, row.patch_count, row.grid, self.layout.image_token, self.most_tokens, len(self._embedding))
         problems = [
-            (not places, "it has no picture token; every observation needs a picture (attention to none would be NaN)"),
-            (image.all(), "it has no text token; every observation needs an instruction (attention to none would be NaN)"),
-            (
-                per_view == 0 or row.patch_count % max(per_view, 1) != 0,
-                f"{row.patch_count} patches are no whole views of {row.grid}",
-            ),
-            (places != merged, f"its prompt has {places} picture tokens, its pictures {merged}"),
-            (
-                row.token_ids.size > self.most_tokens,
-                f"its prompt is {row.token_ids.size} tokens long, the bundle takes {self.most_tokens}; "
-                "shorten the instruction or export with a larger --max-text",
-            ),
-            (
-                row.token_ids.size > 0 and not 0 <= row.token_ids.min() <= row.token_ids.max() < len(self._embedding),
-                "a token id is outside the embedding table",
-            ),
+            (prompt, prompt),
             (row.noise.shape != (self.horizon, self.width), f"noise is {list(row.noise.shape)}, wanted {[self.horizon, self.width]}"),
             (row.state.shape != (1, self.state_width), f"state is {list(row.state.shape)}, wanted {[1, self.state_width]}"),
             (not (np.isfinite(row.state).all() and np.isfinite(row.noise).all()), "state or noise is not finite"),
@@ -248,6 +233,27 @@ def visual_engine(component: Component, card: Card) -> Engine:
 def backbone_engine(component: Component, card: Card) -> Engine:
     """`vl_backbone` in kernels of our own."""
     return RowsEngine(component, card, Backbone.read(component.config["builder_config"][KERNELS]))
+
+
+@lru_cache(maxsize=256)
+def _problem_of(ids: bytes, patches: int, grid: tuple[int, int], image_token: int, most_tokens: int, known: int) -> str:
+    """What is wrong with a prompt and its pictures, or nothing; remembered: a task asks with one prompt."""
+    tokens = np.frombuffer(ids, np.int64)
+    image, per_view = tokens == image_token, grid[0] * grid[1]
+    places, merged = int(np.count_nonzero(image)), patches // (MERGE * MERGE)
+    problems = [
+        (not places, "it has no picture token; every observation needs a picture (attention to none would be NaN)"),
+        (image.all(), "it has no text token; every observation needs an instruction (attention to none would be NaN)"),
+        (per_view == 0 or patches % max(per_view, 1) != 0, f"{patches} patches are no whole views of {grid}"),
+        (places != merged, f"its prompt has {places} picture tokens, its pictures {merged}"),
+        (
+            tokens.size > most_tokens,
+            f"its prompt is {tokens.size} tokens long, the bundle takes {most_tokens}; "
+            "shorten the instruction or export with a larger --max-text",
+        ),
+        (tokens.size > 0 and not 0 <= tokens.min() <= tokens.max() < known, "a token id is outside the embedding table"),
+    ]
+    return next((what for wrong, what in problems if wrong), "")
 
 
 def _broken(features: Sequence[Vector], context: Mapping[str, Tensor]) -> VlaEvalError:
