@@ -15,6 +15,7 @@ STAGES = {  # stage -> functions whose time it is, less that of stages inside
     "card": ["vla_eval.engines.card:Card.__init__"],
     "compile": ["cuda.bindings.nvrtc:nvrtcCompileProgram"],
     "TensorRT's library": ["vla_eval.engines.trt:door"],
+    "cuBLAS's library": ["vla_eval.policies.components:blas"],
     "wait for tables and weights": ["vla_eval.engines.bundle:Component.tensors"],
     "wait for plans": ["vla_eval.engines.trt_run:Plans.load"],
     "deserialise": ["vla_eval.engines.trt_run:TrtEngine.__init__"],

@@ -1,10 +1,11 @@
 """Where the seconds of a load go, on a GPU: hashing, reading, upload, compiling, deserialising, contexts, self-test, first requests.
 
-    python benchmarks/gpu_load.py gr00t|pi05|BUNDLE [--kernels] [--dtype fp16|bf16] [--times 3] [--option NAME=VALUE …]
+    python benchmarks/gpu_load.py gr00t|pi05|BUNDLE [--kernels] [--plans] [--dtype fp16|bf16] [--times 3]
                                   [--size full|tiny] [--minutes 8] [--work DIR] [--out DIR]
 
-A model's name stands for a bundle of random weights, built directly and kept in --work. The first load of a bundle compiles what TensorRT
-for RTX then keeps in its cache; files are in the page cache from the second on. One JSON goes into --out, by default $OUT.
+`--kernels` exports the weights of our own kernels too; `--plans` then loads TensorRT's plans in their place all the same. A model's name
+stands for a bundle of random weights, built directly and kept in --work. The first load of a bundle compiles what the caches then keep;
+files are in the page cache from the second on. One JSON goes into --out, by default $OUT.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def main() -> int:
     parser.add_argument("--dtype", default="fp16", choices=["fp16", "bf16"])
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--option", action="append", default=[])
+    parser.add_argument("--plans", action="store_true")
     asked, work = command_line(parser)
-    options = dict(word.split("=", 1) for word in asked.option)
+    options = {"kernels": "no"} if asked.plans else {}
     flavour = trt.door()
-    file = asked.out / f"load-{Path(asked.bundle).name}{'-kernels' if asked.kernels else ''}.json"
+    file = asked.out / f"load-{Path(asked.bundle).name}{'-kernels' if asked.kernels else ''}{'-plans' if asked.plans else ''}.json"
     about = {"command": " ".join(sys.argv), "tensorrt": f"{flavour.name} {flavour.version}", "sm": card_here(), "cores": os.cpu_count()}
     parts = Parts(file, minutes=asked.minutes, **about)
     parts("rates", rates)
@@ -54,7 +55,7 @@ def main() -> int:
     return parts.end()
 
 
-def one_load(parts: Parts, name: str, bundle: Bundle, options: dict[str, Any]) -> None:
+def one_load(parts: Parts, name: str, bundle: Bundle, options: dict[str, str]) -> None:
     """A load and its first requests."""
     policy = parts(name, lambda note: loaded(note, bundle, options))
     if policy is not None:
@@ -76,7 +77,7 @@ def found(note: Note, asked: argparse.Namespace, work: Path) -> Bundle:
     return bundle
 
 
-def loaded(note: Note, bundle: Bundle, options: dict[str, Any]) -> Any:
+def loaded(note: Note, bundle: Bundle, options: dict[str, str]) -> Any:
     """The policy, loaded, and where the time went."""
     with followed() as stages:
         policy = registry.load_policy(bundle.model, bundle=bundle.path, backend="tensorrt", **options)

@@ -21,16 +21,19 @@ from vla_eval.engines.reading import begin
 from vla_eval.engines.weights import read_tensors
 from vla_eval.types import BadRequest, ContractMismatch
 
-MODELS = pytest.mark.parametrize("model", ["gr00t", "pi05"])
-LOADED = {  # with our kernels: which files, and that there is no other
-    "gr00t": [
+CASES = pytest.mark.parametrize(("model", "kernels"), [("gr00t", "yes"), ("pi05", "yes"), ("pi05", "no")])
+LOADED = {  # which files, and that there is no other
+    ("gr00t", "yes"): [
         "visual/rows.safetensors", "vl_backbone/rows.safetensors", "vl_backbone/embed_tokens.safetensors",
         "action/adanorm_modulation.4.safetensors", "action/action_time_bias.4.safetensors", "action/dit.safetensors",
         "action/dit.4.safetensors",
     ],
-    "pi05": [
+    ("pi05", "yes"): [
         "visual/rows.safetensors", "prefix/rows.safetensors", "cond/cond*.engine", "prefix/embed_tokens.safetensors",
         "action/expert.safetensors",
+    ],
+    ("pi05", "no"): [
+        "visual/visual*.engine", "prefix/prefix*.engine", "cond/cond*.engine", "action/action*.engine", "prefix/embed_tokens.safetensors",
     ],
 }  # fmt: skip
 Make = Callable[[str], Bundle]
@@ -52,10 +55,11 @@ def load(bundle: Bundle, **options: Any) -> Any:
     return registry.load_policy(bundle.model, bundle=bundle.path, backend="tensorrt", **options)
 
 
-def loaded(bundle: Bundle) -> list[Path]:
-    """The files that a load with our kernels takes."""
-    found = [file for pattern in LOADED[bundle.model] for file in bundle.path.glob(pattern)]
-    assert len(found) == len(LOADED[bundle.model])
+def loaded(bundle: Bundle, kernels: str) -> list[Path]:
+    """The files that a load takes."""
+    patterns = LOADED[bundle.model, kernels]
+    found = [file for pattern in patterns for file in bundle.path.glob(pattern)]
+    assert len(found) == len(patterns)
     return found
 
 
@@ -118,10 +122,12 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_not_handed_on(tmp_path:
     assert (head, found) == (bytes(256), None)
 
 
-@MODELS
-def test_a_load_opens_each_file_once_and_reads_each_byte_once(model: str, stored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@CASES
+def test_a_load_opens_each_file_once_and_reads_each_byte_once(
+    model: str, kernels: str, stored: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = stored(model)
-    files, opened, read = {str(file) for file in loaded(bundle)}, Counter[str](), Counter[str]()
+    files, opened, read = {str(file) for file in loaded(bundle, kernels)}, Counter[str](), Counter[str]()
     real_open, real_read = Path.open, os.preadv
 
     def opening(path: Path, *args: Any, **named: Any) -> Any:
@@ -135,14 +141,16 @@ def test_a_load_opens_each_file_once_and_reads_each_byte_once(model: str, stored
 
     monkeypatch.setattr(Path, "open", opening)
     monkeypatch.setattr(os, "preadv", reads)
-    load(bundle)
+    load(bundle, kernels=kernels)
     assert {file for file in opened if file.endswith((".engine", ".safetensors", ".onnx", ".data"))} == files
     assert {file: opened[file] for file in files} == dict.fromkeys(files, 1)
     assert dict(read) == {file: Path(file).stat().st_size for file in files}
 
 
-@MODELS
-def test_a_flipped_byte_in_any_loaded_file_is_refused_before_it_is_used(model: str, stored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@CASES
+def test_a_flipped_byte_in_any_loaded_file_is_refused_before_it_is_used(
+    model: str, kernels: str, stored: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = stored(model)
     flavour, given = trt.door(), list[bytes]()
     real_runtime = flavour.api.Runtime
@@ -164,34 +172,34 @@ def test_a_flipped_byte_in_any_loaded_file_is_refused_before_it_is_used(model: s
 
     monkeypatch.setattr(flavour.api, "Runtime", runtime)
     monkeypatch.setattr("vla_eval.engines.bundle.read_tensors", tensors)
-    load(bundle)
-    whole = {file: file.read_bytes() for file in loaded(bundle)}
+    load(bundle, kernels=kernels)
+    whole = {file: file.read_bytes() for file in loaded(bundle, kernels)}
     assert sorted(given) == sorted(whole.values())  # so nothing is used past these two
     for i, (file, data) in enumerate(whole.items()):
         at = (0, len(data) // 2, len(data) - 1)[i % 3]
         flip(file, at)
         given.clear()
         with pytest.raises(ContractMismatch, match=rf"{file.name}.*its SHA-256 differs"):
-            load(bundle)
+            load(bundle, kernels=kernels)
         assert file.read_bytes() not in given
         flip(file, at)
 
 
-@MODELS
-def test_a_missing_file_is_one_sentence(model: str, stored: Make) -> None:
+@CASES
+def test_a_missing_file_is_one_sentence(model: str, kernels: str, stored: Make) -> None:
     bundle = stored(model)
-    for file in loaded(bundle):
+    for file in loaded(bundle, kernels):
         moved = file.rename(file.with_name("away"))
         wanted = "has no plan for" if file.suffix == ".engine" else rf"{file.name} is missing; export the component again"
         with pytest.raises(BadRequest, match=wanted):
-            load(bundle)
+            load(bundle, kernels=kernels)
         moved.rename(file)
 
 
-@MODELS
-def test_a_file_that_cannot_be_read_is_one_sentence(model: str, stored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@CASES
+def test_a_file_that_cannot_be_read_is_one_sentence(model: str, kernels: str, stored: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle, real = stored(model), os.preadv
-    for file in loaded(bundle):
+    for file in loaded(bundle, kernels):
 
         def broken(handle: int, buffers: Any, offset: int, name: str = file.name) -> int:
             if os.readlink(f"/proc/self/fd/{handle}").endswith(f"/{name}"):
@@ -200,16 +208,16 @@ def test_a_file_that_cannot_be_read_is_one_sentence(model: str, stored: Make, mo
 
         monkeypatch.setattr(os, "preadv", broken)
         with pytest.raises(BadRequest, match=rf"{file.name} cannot be read \(Input/output error\); (copy|build)"):
-            load(bundle)
+            load(bundle, kernels=kernels)
 
 
-@MODELS
+@pytest.mark.parametrize("model", ["gr00t", "pi05"])
 def test_room_is_wanted_for_the_kernels_weights_only_where_they_run(
     model: str, stored: Make, emulated: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = stored(model)
-    tables = [file.stat().st_size for file in loaded(bundle) if file.suffix == ".safetensors"]
-    packed = [file.stat().st_size for file in loaded(bundle) if file.name.startswith(("dit.", "expert.", "rows."))]
+    tables = [file.stat().st_size for file in loaded(bundle, "yes") if file.suffix == ".safetensors"]
+    packed = [file.stat().st_size for file in loaded(bundle, "yes") if file.name.startswith(("dit.", "expert.", "rows."))]
     for kernels, wanted in (("yes", sum(tables)), ("no", sum(tables) - sum(packed))):
         caplog.clear()
         with caplog.at_level(logging.INFO, "vla_eval.engines.trt_run"):

@@ -18,9 +18,9 @@ from vla_eval.engines.card import Card
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.mark.parametrize("model", ["gr00t", "pi05"])
+@pytest.mark.parametrize(("model", "kernels"), [("gr00t", "no"), ("pi05", "yes")])
 def test_a_load_is_followed_through_its_stages(
-    model: str, wide: Callable[[str, str], Path], emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, kernels: str, wide: Callable[[str, str], Path], emulated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from _stages import STAGES, followed  # type: ignore[import-not-found]
@@ -30,10 +30,15 @@ def test_a_load_is_followed_through_its_stages(
     upload = Card.load
     began = time.perf_counter()
     with followed() as stages:
-        registry.load_policy(model, bundle=bundle.path, backend="tensorrt")
+        registry.load_policy(model, bundle=bundle.path, backend="tensorrt", kernels=kernels)
     took, said = time.perf_counter() - began, stages.data()
     assert Card.load is upload  # what was patched is put back
-    seldom = {"runtime cache", "TensorRT's library", "compile", *(["scale the token table"] if model == "gr00t" else [])}
+    seldom = {
+        "runtime cache",
+        "TensorRT's library",
+        "compile",
+        *(["scale the token table", "cuBLAS's library"] if model == "gr00t" else []),
+    }
     assert {stage for stage, seconds in stages.seconds.items() if seconds > 0} >= {*STAGES, "rest"} - seldom
     assert min(stages.seconds.values()) >= 0
     assert sum(stages.seconds.values()) <= took
