@@ -18,6 +18,7 @@ from vla_eval.types import Image, Vector
 from .on_card import Kept
 
 Size = tuple[int, int]  # height and width
+MOST_SIDE = 2048  # pixels of a picture that a card shrinks: each new pixel reads all that it covers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +49,9 @@ def area(size: Size, wanted: Size) -> Stretch | None:
 
 @lru_cache(maxsize=64)
 def bordered(size: Size, side: int) -> Stretch | None:
-    """`fit_with_border` for a card; None where a kernel does not give this Pillow's bytes."""
+    """`fit_with_border` for a card; None where a kernel does not give this Pillow's bytes, and for pictures that it would be slow with."""
+    if max(size) > MOST_SIDE:
+        return None
     taps = []
     for length, inner in zip(size, inner_size(size, side, side), strict=True):
         first, fitted = (side - inner) // 2, _antialiased_taps(length, inner)

@@ -53,6 +53,11 @@ def test_shrinking_by_averages_is_left_to_opencv() -> None:
     assert sight.area((300, 200), (256, 256)) is None
 
 
+def test_a_picture_with_very_many_pixels_is_left_to_pillow() -> None:
+    assert sight.bordered((2049, 16), 224) is None
+    assert sight.bordered((16, 2049), 224) is None
+
+
 def other(how: Callable[..., Any]) -> Callable[..., Any]:
     """A library that is one grey level off in one pixel."""
 
