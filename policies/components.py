@@ -100,7 +100,7 @@ class Kernels:
 
     def chosen(self, components: Sequence[Component], card: Card | None) -> dict[str, Own]:
         """Those of the components that they answer for. Raises BadRequest where they cannot and must."""
-        found = {}
+        found, without = dict[str, Own](), dict[str, list[str]]()
         for component in components if self.said != "no" else ():
             if (own := self.components.get(component.name)) is None:
                 continue
@@ -108,9 +108,11 @@ class Kernels:
             if why is None:
                 found[component.name] = own
             elif self.said == "yes":
-                raise BadRequest(f"{component.folder}: kernels=yes cannot be: {why}; take --option kernels=no")
+                raise BadRequest(f"{component.folder}: kernels=yes cannot be: {why}; take --option kernels=auto")
             elif card is not None and KERNELS in component.config["builder_config"]:
-                _log.warning("%s: TensorRT's plan runs instead of our kernels: %s", component.folder, why)
+                without.setdefault(why, []).append(component.name)
+        for why, names in without.items():
+            _log.warning("TensorRT's plans of %s run, not our kernels: %s", " and ".join(names), why)
         return found
 
 

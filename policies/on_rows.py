@@ -41,16 +41,13 @@ class Form:
     causal: bool = False
     turned: bool = True  # rotary on queries and keys
 
-    def check(self) -> None:
-        """Raises BadRequest for a layer that the kernels do not take."""
-        d = self.head_width
-        for wrong, what in (
-            (self.width % 8 or self.width > WIDEST, f"rows of {self.width} numbers"),
-            (d % 8 or d > 256 or (self.turned and d not in (16, 32, 64, 128, 256)), f"heads of {d}"),
-            (self.inner % 8, f"a feed forward of {self.inner}"),
-        ):
-            if wrong:
-                raise BadRequest(f"--kernels: they take rows and heads in multiples of 8 numbers, heads up to 256, not {what}")
+    def check(self, *others: int) -> None:
+        """Raises BadRequest for a layer that the kernels do not take, or other rows beside it."""
+        d, normed = self.head_width, (self.width, *others)
+        if odd := [width for width in (*normed, self.inner) if width % 8] + [width for width in normed if width > WIDEST]:
+            raise BadRequest(f"--kernels: they take rows in multiples of 8 numbers, {WIDEST} at most where they are normed, not {odd[0]}")
+        if d % 8 or d > 256 or (self.turned and d not in (16, 32, 64, 128, 256)):
+            raise BadRequest(f"--kernels: they take heads in multiples of 8 numbers up to 256, powers of two with rotary, not {d}")
 
     @property
     def asked(self) -> int:

@@ -69,8 +69,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Path]:
-    """A small bundle by model and precision that is wide enough for kernels of our own; float32 comes without them."""
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A small bundle by model, precision and batch that is wide enough for kernels of our own; float32 comes without them."""
     from vla_eval import registry
     from vla_eval.policies.gr00t import synthetic as gr00t
     from vla_eval.policies.pi05 import synthetic as pi05
@@ -87,8 +87,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Path]
         ),
     }  # fmt: skip
 
-    def made(model: str, dtype: Any) -> Path:
-        checkpoint, out = home / model, home / f"{model}-{dtype}"
+    def made(model: str, dtype: Any, batch: int = 1) -> Path:
+        checkpoint, out = home / model, home / f"{model}-{dtype}-{batch}"
         module, size, options = small[model]
         if not checkpoint.exists():
             with pytest.MonkeyPatch.context() as patch:
@@ -96,7 +96,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Any], Path]
                 module.synth(checkpoint)
         if not out.exists():
             geometry = checkpoint / "geometry.json"
-            registry.load_recipe(model)(checkpoint, out, dtype=dtype, kernels=dtype != "fp32", geometry=geometry, **options)
+            asked: dict[str, Any] = {**options, "dtype": dtype, "batch": batch, "kernels": dtype != "fp32", "geometry": geometry}
+            registry.load_recipe(model)(checkpoint, out, **asked)
         return out
 
     return made

@@ -30,7 +30,7 @@ class Vision:
         """Raises BadRequest for a network that the kernels do not take."""
         v = a.vision
         form = Form(v.hidden, v.heads, v.heads, v.head_dim, v.intermediate, v.layer_norm_eps, layer_norm=True, feed="gelu_tanh")
-        form.check()
+        form.check(v.merge**2 * v.hidden, v.patch_values, v.out_hidden)
         return cls(form, v.depth, tuple(v.deepstack_after_blocks), v.merge, v.out_hidden)
 
     @classmethod
