@@ -19,6 +19,12 @@ demo: $(VENV)/installed ## the main job: ten episodes of libero_object, two work
 test: $(VENV)/installed ## every test but those that need a GPU, in two processes
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
+# Who wants no bytecode beside the sources gets it elsewhere: without any, each process of the suite compiles every library anew.
+ifneq ($(PYTHONDONTWRITEBYTECODE),)
+test: export PYTHONDONTWRITEBYTECODE :=
+test: export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/bytecode
+endif
+
 check: $(VENV)/installed ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
