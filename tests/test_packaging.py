@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-OPTIONAL = {"tensorrt", "tensorrt_rtx", "cuda"}  # of the extras, and of no test here
+OPTIONAL = {"tensorrt", "tensorrt_rtx", "cuda", "nvmath"}  # of the extras, and of no test here
 LINKS = ("envs", "policies", "tasks")
 
 
