@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..types import Vector, VlaEvalError
 
 _log = logging.getLogger(__name__)
 _DIGEST = 32  # bytes of a SHA-256
+_COMPILING = ThreadPoolExecutor(4, "compiling")  # seconds each; NVRTC lets other threads run meanwhile
 WORD = 16  # bytes that one thread moves at once: rows are multiples of it
 
 SOURCE = r"""
@@ -155,6 +157,11 @@ def look_up(pictures: NDArray[np.uint8], order: NDArray[np.int32], table: Vector
     """[V, numbers]: of each picture the byte at `order` as `table` has it: `look_up_2` and `look_up_4` in numpy."""
     found: Vector = table[pictures.reshape(len(pictures), -1)[:, order]]
     return found
+
+
+def compiling(source: str, sm: str, *options: str) -> Future[bytes]:
+    """As `compiled`, in a thread from now on."""
+    return _COMPILING.submit(compiled, source, sm, *options)
 
 
 def compiled(source: str, sm: str, *options: str) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,13 +20,14 @@ from ..types import BadRequest, VlaEvalError
 from .card import Buffer, Card
 from .few_rows import KINDS, _Fields, _fields, _gelu_tanh, _silu
 from .few_rows import attention as attention_of_heads
-from .kernels import compiled
+from .kernels import compiling
 
 Array = NDArray[np.float32]
 Gate = Literal["gelu", "gated_gelu", "gated_silu"]
 _GATES: tuple[Gate, ...] = ("gelu", "gated_gelu", "gated_silu")  # in the order of the enumeration in many_rows.cu
 WIDEST = 8192  # numbers of a row that a norm takes
-INSTALL = "install vla-eval-trt[kernels], which brings nvmath-python and cuBLAS"
+INSTALL = "pip install 'vla-eval-trt[kernels]' brings it"
+_PLAIN = ("norm_narrow", "norm_wide", "gate_rows", "mix_corners", "table_of", "cut_patches")  # kernels of no head's width
 _SOURCE = Path(__file__).with_name("many_rows.cu")
 _WORKSPACE = 32 << 20  # bytes that cuBLASLt may use
 _THREADS, _BLOCKS = 256, 1056  # of kernels that go through their numbers in strides: eight blocks for each of an H200's processors
@@ -76,17 +77,13 @@ class ManyRows:
     """Products and what stands between them, on one card, in its stream. Buffers are checked for their sizes, not for their numbers."""
 
     def __init__(self, card: Card, *, dtype: str, turned: tuple[int, ...] = (), attended: tuple[int, ...] = ()) -> None:
-        """`turned` and `attended` are the widths of heads that rotary and attention are compiled for.
+        """`turned` and `attended` are the widths of heads that rotary and attention are compiled for, in a thread.
 
-        Raises BadRequest without cuBLAS, VlaEvalError where the kernels fail.
+        Raises BadRequest without cuBLAS; the first launch raises VlaEvalError where the kernels fail.
         """
-        self.card, self.dtype = card, dtype
-        names = {**{f"turn_{d}": f"turn<{d}>(p)" for d in turned}, **{f"attend_{d}": f"attend<{d}>(p)" for d in attended}}
+        self.card, self.dtype, self._turned, self._attended = card, dtype, turned, attended
         source = _SOURCE.read_text(encoding="utf-8") + entries(turned, attended)
-        code = compiled(source, card.sm, f'-DKIND="{KINDS[dtype]}"', "-default-device")
-        self._kernels = card.kernels(code, [*names, "norm_narrow", "norm_wide", "gate_rows", "mix_corners", "table_of", "cut_patches"])
-        for d in attended:
-            card.allow_shared(self._kernels[f"attend_{d}"], shared_of(d))
+        self._code = compiling(source, card.sm, f'-DKIND="{KINDS[dtype]}"', "-default-device")
         self._blas = blas()
         self._handle = self._blas.create()
         self._workspace = card.empty((_WORKSPACE,), "uint8")
@@ -118,9 +115,9 @@ class ManyRows:
         """A LayerNorm (`layer`) or RMSNorm of rows, after `more` was added to `x` for good. `width` where it is not x's last axis."""
         width = width or x.shape[-1]
         rows = math.prod(x.shape) // width
-        threads, fields = min(_THREADS, -(-width // 8 // 32) * 32), _Norm(width=width, layer=int(layer), eps=eps)
+        threads, argument = min(_THREADS, -(-width // 8 // 32) * 32), _Norm(width=width, layer=int(layer), eps=eps)
         name = "norm_narrow" if width <= 8 * threads else "norm_wide"
-        self._launch(name, fields, {"x": x, "out": out, "weight": weight, "bias": bias, "more": more}, rows, threads)
+        self._launch(name, argument, {"x": x, "out": out, "weight": weight, "bias": bias, "more": more}, rows, threads)
 
     def turn(
         self, x: Buffer, table: Buffer, heads: tuple[int, int], *, q: Buffer, k: Buffer, v: Buffer | None = None, q_stride: int,
@@ -128,53 +125,62 @@ class ManyRows:
     ) -> None:  # fmt: skip
         """Rotary by halves on queries and keys that lie side by side in rows of `x`, after RMSNorms of each head; values are copied."""
         rows, width = math.prod(table.shape[:-1]), table.shape[-1]
-        fields = _Turn(rows=rows, stride=x.shape[-1], q_heads=heads[0], k_heads=heads[1], q_stride=q_stride, kv_stride=kv_stride, eps=eps)
+        argument = _Turn(rows=rows, stride=x.shape[-1], q_heads=heads[0], k_heads=heads[1], q_stride=q_stride, kv_stride=kv_stride, eps=eps)
         threads = rows * (heads[0] + heads[1] * (1 if v is None else 2)) * width // 16
         values = {"x": x, "table": table, "q": q, "k": k, "v": v, "q_norm": q_norm, "k_norm": k_norm}
-        self._launch(f"turn_{width}", fields, values, -(-threads // _THREADS), _THREADS)
+        self._launch(f"turn_{width}", argument, values, -(-threads // _THREADS), _THREADS)
 
     def attention(
         self, q: Buffer, k: Buffer, v: Buffer, out: Buffer, *, heads: tuple[int, int], width: int, rows: int, length: int, q_stride: int,
         kv_stride: int, causal: bool = False,
     ) -> None:  # fmt: skip
         """softmax(q kᵀ · width^-0.5) v over sequences of `length` rows; heads are those of queries and of keys."""
-        fields = _Attention(
+        argument = _Attention(
             q_stride=q_stride, kv_stride=kv_stride, out_stride=heads[0] * width, length=length, groups=heads[0] // heads[1],
             causal=int(causal), scale=width**-0.5 * math.log2(math.e),
         )  # fmt: skip
         grid = -(-length // _QUERIES), heads[0], rows // length
-        self._launch(f"attend_{width}", fields, {"q": q, "k": k, "v": v, "out": out}, grid, _THREADS, shared=shared_of(width))
+        self._launch(f"attend_{width}", argument, {"q": q, "k": k, "v": v, "out": out}, grid, _THREADS, shared=shared_of(width))
 
     def gate(self, x: Buffer, out: Buffer, kind: Gate) -> None:
         """gelu(x) with the error function, or gelu_tanh(gate) · up, silu(gate) · up where rows of `x` are gate, then up."""
         width = out.shape[-1]
-        fields = _Gate(rows=math.prod(out.shape) // width, width=width, kind=_GATES.index(kind))
-        self._stride("gate_rows", fields, {"x": x, "out": out}, math.prod(out.shape) // 8)
+        argument = _Gate(rows=math.prod(out.shape) // width, width=width, kind=_GATES.index(kind))
+        self._stride("gate_rows", argument, {"x": x, "out": out}, math.prod(out.shape) // 8)
 
     def corners(self, table: Buffer, index: Buffer, share: Buffer, out: Buffer) -> None:
         """The sum of four rows of a table, each times its share; index and share are [4, T]."""
-        fields = _Corners(rows=out.shape[0], width=out.shape[1])
-        self._stride("mix_corners", fields, {"table": table, "index": index, "share": share, "out": out}, math.prod(out.shape) // 8)
+        argument = _Corners(rows=out.shape[0], width=out.shape[1])
+        self._stride("mix_corners", argument, {"table": table, "index": index, "share": share, "out": out}, math.prod(out.shape) // 8)
 
     def angles(self, angles: Buffer, table: Buffer) -> None:
         """Cosines, then sines, of angles [T, H]."""
-        fields = _Angles(rows=angles.shape[0], half=angles.shape[1])
-        self._stride("table_of", fields, {"angles": angles, "table": table}, math.prod(angles.shape))
+        argument = _Angles(rows=angles.shape[0], half=angles.shape[1])
+        self._stride("table_of", argument, {"angles": angles, "table": table}, math.prod(angles.shape))
 
     def patches(self, x: Buffer, out: Buffer, patch: int) -> None:
         """Pictures [V, 3, S, S] as rows of patches, channel by channel, zeros behind."""
-        fields = _Patches(views=x.shape[0], side=x.shape[-1], patch=patch, width=out.shape[-1])
-        self._stride("cut_patches", fields, {"x": x, "out": out}, math.prod(out.shape))
+        argument = _Patches(views=x.shape[0], side=x.shape[-1], patch=patch, width=out.shape[-1])
+        self._stride("cut_patches", argument, {"x": x, "out": out}, math.prod(out.shape))
 
-    def _stride(self, name: str, fields: _Fields, values: Mapping[str, Buffer | None], items: int) -> None:
-        self._launch(name, fields, values, min(_BLOCKS, -(-items // _THREADS)), _THREADS)
+    @cached_property
+    def _kernels(self) -> Mapping[str, Any]:
+        """Loaded by the first launch: until then others may be compiled and weights come in."""
+        names = [*(f"turn_{d}" for d in self._turned), *(f"attend_{d}" for d in self._attended), *_PLAIN]
+        kernels = self.card.kernels(self._code.result(), names)
+        for d in self._attended:
+            self.card.allow_shared(kernels[f"attend_{d}"], shared_of(d))
+        return kernels
+
+    def _stride(self, name: str, argument: _Fields, values: Mapping[str, Buffer | None], items: int) -> None:
+        self._launch(name, argument, values, min(_BLOCKS, -(-items // _THREADS)), _THREADS)
 
     def _launch(
-        self, name: str, fields: _Fields, values: Mapping[str, Buffer | None], blocks: int | tuple[int, int, int], threads: int, *,
+        self, name: str, argument: _Fields, values: Mapping[str, Buffer | None], blocks: int | tuple[int, int, int], threads: int, *,
         shared: int = 0,
     ) -> None:  # fmt: skip
-        fields.fill(values)
-        self.card.launch_kernel(self._kernels[name], fields, blocks, threads, shared=shared, early=True)
+        argument.fill(values)
+        self.card.launch_kernel(self._kernels[name], argument, blocks, threads, shared=shared, early=True)
 
 
 class _Call:
