@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor
-from vla_eval.engines.few_rows import COPIES, FewRows, Product, Tile, pack, tile_for
+from vla_eval.engines.few_rows import COPIES, FewRows, Look, Product, pack, tile_for
 from vla_eval.engines.graph import NUMPY
 from vla_eval.types import BadRequest, ContractMismatch, Vector
 
@@ -20,9 +21,9 @@ _FIELDS = ("weight", "bias", "lost", "late", "gate", "scale")
 class Workspace:
     """Buffers by name: those of the request, which are freed with it, and those that are bound to it."""
 
-    def __init__(self, kernels: FewRows, products: Mapping[str, Product], slots: int) -> None:
+    def __init__(self, kernels: FewRows, products: Mapping[str, Product], slots: int, looks: Mapping[str, Look] = MappingProxyType({})) -> None:
         """`slots` norms are summed up in a step."""
-        self.kernels, self.card, self._products, self.slots = kernels, kernels.card, products, slots
+        self.kernels, self.card, self._products, self._looks, self.slots = kernels, kernels.card, products, looks, slots
         self.buffers: dict[str, Buffer] = {}
         self._kept: list[Buffer] = []
         self._fed: dict[str, Buffer] = {}  # copies of host arrays
@@ -59,14 +60,22 @@ class Workspace:
         wide: str | None = None, base: str | None = None, stats: int | None = None, told: int | None = None, **numbers: int | None,
     ) -> None:  # fmt: skip
         """A product by name, its vectors taken from whichever of `vectors` has them."""
-        values: dict[str, Any] = {"rows_in": self.buffers[source], "eps": eps, **{k: v for k, v in numbers.items() if v is not None}}
-        for field in _FIELDS:
-            for known in vectors:
-                if f"{name}.{field}" in known:
-                    values[field] = known[f"{name}.{field}"]
+        values = self._known(name, vectors, source, eps, {k: v for k, v in numbers.items() if v is not None})
         values |= {field: self.buffers[to] for field, to in (("narrow", narrow), ("wide", wide), ("base", base)) if to is not None}
         values |= {field: self.slot(number) for field, number in (("stats", stats), ("told", told)) if number is not None}
         self.kernels.product(self._products[name], **values)
+
+    def look(
+        self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, keys: int, *, stats: int, out: str, eps: float, **context: Buffer
+    ) -> None:  # fmt: skip
+        """What heads see, by name, as `product`; the context is keys `k`, values `v` and the `mask` of those that are seen."""
+        values = self._known(name, vectors, source, eps, {"stats": self.slot(stats), "out": self.buffers[out], **context})
+        self.kernels.look(self._looks[name], keys, **values)
+
+    def _known(self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, eps: float, more: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a kernel whose vectors are some of `vectors`."""
+        found = {field: known[f"{name}.{field}"] for field in _FIELDS for known in vectors if f"{name}.{field}" in known}
+        return {"rows_in": self.buffers[source], "eps": eps, **found, **more}
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -78,31 +87,39 @@ class Workspace:
 
 
 def packed(
-    plan: Mapping[str, Product], weights: Mapping[str, Callable[[], Vector]], rows: int, kind: type
+    plan: Mapping[str, Product], looks: Mapping[str, Look], weights: Mapping[str, Callable[[], Vector]], rows: int, kind: type
 ) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
     """What `write_tensors` wants for the products' weights [N, K]: in half precision, packed one at a time.
 
     Writing them raises BadRequest for weights that half precision cannot hold.
     """
-    for name, product in plan.items():
-        tile = tile_for(product, rows)
+    tiles = {name: tile_for(product, rows) for name, product in plan.items()}
+    sizes = {name: tile.outputs * tile.inputs for name, tile in tiles.items()} | {name: _size(look) for name, look in looks.items()}
+    for name, size in sizes.items():
 
-        def piece(name: str = name, tile: Tile = tile) -> Iterator[Vector]:
+        def piece(name: str = name) -> Iterator[Vector]:
             with np.errstate(over="ignore"):
                 rounded: Vector = weights[name]().astype(kind)
             if not np.isfinite(rounded).all():
                 raise BadRequest(f"--kernels: the weights of {name!r}, folded, are too large for float16; choose --dtype bf16")
-            yield pack(rounded, tile)
+            yield looks[name].pack(rounded) if name in looks else pack(rounded, tiles[name])
 
-        yield f"{name}.weight", (kind, (tile.outputs * tile.inputs,), piece())
+        yield f"{name}.weight", (kind, (size,), piece())
 
 
-def stored(component: Component, file: str, kernels: FewRows, plan: Mapping[str, Product]) -> dict[str, Vector]:
+def _size(look: Look) -> int:
+    return look.asked.outputs * look.width
+
+
+def stored(
+    component: Component, file: str, kernels: FewRows, plan: Mapping[str, Product], looks: Mapping[str, Look] = MappingProxyType({})
+) -> dict[str, Vector]:
     """The artifact's arrays. Raises BadRequest if it is missing, ContractMismatch where weights are packed for other tiles."""
     arrays = component.tensors(file)
-    for name, product in plan.items():
-        tile = kernels.tiles[product]
-        if arrays[f"{name}.weight"].size != tile.outputs * tile.inputs:
+    tiles = {name: kernels.tiles[product] for name, product in plan.items()}
+    sizes = {name: tile.outputs * tile.inputs for name, tile in tiles.items()} | {name: _size(look) for name, look in looks.items()}
+    for name, size in sizes.items():
+        if arrays[f"{name}.weight"].size != size:
             raise ContractMismatch(f"{component.folder}: {name!r} is packed for another tile; export the component again")
     return arrays
 

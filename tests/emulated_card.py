@@ -317,7 +317,9 @@ class Rows(few_rows.FewRows):
 
     emulated: Emulated
 
-    def __init__(self, card: Card, products: Sequence[few_rows.Product], rows: int, *, dtype: str, head_width: int) -> None:
+    def __init__(
+        self, card: Card, products: Sequence[few_rows.Product], rows: int, *, dtype: str, head_width: int, looks: Sequence[few_rows.Look] = ()
+    ) -> None:
         self.card, self.rows, self._head_width, self.padded = card, rows, head_width, few_rows.padded(rows)
         self.tiles = {product: few_rows.tile_for(product, self.padded) for product in products}
         self._kind = NUMPY[dtype]  # type: ignore[index]
@@ -374,16 +376,23 @@ class Rows(few_rows.FewRows):
 
         self._do(work)
 
-    def attention(self, heads: int, keys: int, **v: Any) -> None:
-        width = heads * self._head_width
-        q, k, v_, out = (v[name].pointer for name in ("q", "k", "v", "out"))
+    def look(self, look: few_rows.Look, keys: int, **v: Any) -> None:
+        named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}
+        w, n = look.width, look.asked.outputs
 
         def work() -> None:
-            asked = strided(q, self.rows, v["q_stride"], width, self._kind)
-            both = [strided(pointer, keys, v["kv_stride"], width, self._kind) for pointer in (k, v_)]
-            mask = at(v["mask"].pointer, (keys,), np.bool_) if v.get("mask") else None
-            seen = few_rows.attention(asked, both[0], both[1], heads, mask)
-            rows_to(out, self.padded, seen, self._kind)
+            x = rows_from(named["rows_in"], w, self.padded, self.rows, self._kind)
+            weight = look.unpack(at(named["weight"], (n * w,), self._kind)).astype(np.float32)
+            whole = at(named["stats"], (few_rows.COPIES, self.padded, 2), np.int64).sum(0)[: self.rows]
+            context = None
+            if not look.own:
+                k, v_ = (at(named[letter], (keys, w), self._kind).astype(np.float32) for letter in "kv")
+                context = k, v_, at(named["mask"], (keys,), np.bool_)
+            seen = few_rows.look(
+                x, weight, look, bias=at(named["bias"], (n,), np.float32), lost=at(named["lost"], (n,), np.float32),
+                stats=(whole / [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]).astype(np.float32), eps=v["eps"], context=context,
+            )  # fmt: skip
+            rows_to(named["out"], self.padded, seen, self._kind)
 
         self._do(work)
 

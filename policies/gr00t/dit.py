@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import WIDEST, FewRows, Product, rows_on_card, tile_for
+from vla_eval.engines.few_rows import MOST_KEYS, WIDEST, FewRows, Look, Product, rows_on_card, tile_for
 from vla_eval.engines.graph import PRECISIONS
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, Vector
@@ -57,6 +57,10 @@ class Shape:
     def rows(self) -> int:
         return 1 + self.horizon
 
+    def look(self, block: int) -> Look:
+        """A block's first half, up to what its heads have seen."""
+        return Look(self.width, self.head_width, own=not self.crosses(block))
+
     def crosses(self, block: int) -> bool:
         """Whether the block looks at pictures and text, not at the actions."""
         return block % 2 == 0
@@ -67,20 +71,24 @@ class Shape:
 
 
 def products(s: Shape) -> dict[str, Product]:
-    """Every product by name, in the order of a request."""
+    """Every product by name, in the order of a request, but those of `looks`."""
     w = s.width
     found = {
         "state_in": Product(s.state, s.hidden, out="RELU"), "state_out": Product(s.hidden, w),
         "encode_in": Product(s.action, w, out="SILU"), "encode_out": Product(w, w, out="RESIDUAL"),
     }  # fmt: skip
     for i in range(s.layers):
-        found[f"{i}.in"] = Product(w, w if s.crosses(i) else 3 * w, "LAYER")
         found[f"{i}.out"] = Product(w, w, out="RESIDUAL")
         found[f"{i}.up"] = Product(w, s.inner, "LAYER", "GELU")
         found[f"{i}.down"] = Product(s.inner, w, out="RESIDUAL")
     found["decode_in"] = Product(w, s.hidden, "LAYER", "RELU")
     found["decode_out"] = Product(s.hidden, s.action, out="VELOCITY")
     return found
+
+
+def looks(s: Shape) -> dict[str, Look]:
+    """Every block's first half by name."""
+    return {f"{i}.in": s.look(i) for i in range(s.layers)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ def layers(s: Shape, w: Weights, slot: int) -> dict[str, Layer]:
 
 def constants(s: Shape, w: Weights, made: Mapping[str, Layer]) -> dict[str, Array]:
     """Vectors that are the same in every step: biases, what a plain norm's mean takes away, and the actions' positions [T, W]."""
-    normed = {name for name, product in products(s).items() if product.norm != "NONE"}
+    normed = {*looks(s), *(name for name, product in products(s).items() if product.norm != "NONE")}
     found = {f"{name}.bias": layer.bias() for name, layer in made.items() if name not in normed or name.endswith(".up")}
     found |= {f"{name}.lost": made[name].weight().sum(1) for name in normed if name.endswith(".up")}
     places = np.zeros((s.rows, s.width), np.float32)  # the state's row is filled by every request, and takes no bias of the actions'
@@ -159,7 +167,7 @@ class Arithmetic(Protocol):
         self, name: str, step: int, source: str, *, narrow: str | None = None, wide: str | None = None, base: str | None = None,
         stats: int | None = None, told: int | None = None, rows: int | None = None,
     ) -> None: ...  # fmt: skip
-    def attention(self, block: int) -> None: ...
+    def look(self, block: int, step: int, source: str, *, stats: int, narrow: str) -> None: ...
 
 
 def state_row(do: Arithmetic) -> None:
@@ -175,8 +183,7 @@ def denoise_step(do: Arithmetic, s: Shape, step: int) -> None:
     do.product("encode_in", step, "given", narrow="seen")
     do.product("encode_out", step, "seen", base="places", wide="wide", narrow="rows", told=0)
     for i in range(s.layers):
-        do.product(f"{i}.in", step, "rows", stats=2 * i, narrow="asked")
-        do.attention(i)
+        do.look(i, step, "rows", stats=2 * i, narrow="seen")
         do.product(f"{i}.out", step, "seen", base="wide", wide="wide", narrow="rows", told=2 * i + 1)
         do.product(f"{i}.up", step, "rows", stats=2 * i + 1, narrow="inner")
         do.product(f"{i}.down", step, "inner", base="wide", wide="wide", narrow="rows", told=2 * i + 2)
@@ -195,20 +202,22 @@ def eps_of(name: str) -> float:
 def check_shape(s: Shape) -> None:
     """Raises BadRequest for a network that the kernels do not take."""
     try:
-        if s.width % 64 or s.width > WIDEST or s.head_width % 16 or s.rows > 48:
-            raise ValueError(f"{s.width} wide, heads of {s.head_width}, {s.rows} rows")
+        if s.width % 64 or s.width > WIDEST or s.rows > 48:
+            raise ValueError(f"{s.width} wide, {s.rows} rows")
+        for look in set(looks(s).values()):
+            look.check()
         for product in set(products(s).values()):
             tile_for(product, 48)
     except ValueError as error:
         raise BadRequest(
-            f"--kernels: they take widths in multiples of 64 up to {WIDEST}, heads in multiples of 16 and 48 rows ({error})"
+            f"--kernels: they take widths in multiples of 384 up to {WIDEST}, heads in multiples of 16 up to 64 and 48 rows ({error})"
         ) from error
 
 
 def stored_tensors(s: Shape, w: Weights, slot: int, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
     """What `write_tensors` wants for {PACKED}.safetensors."""
     made = layers(s, w, slot)
-    yield from packed(products(s), {name: layer.weight for name, layer in made.items()}, 48, kind)
+    yield from packed(products(s), looks(s), {name: layer.weight for name, layer in made.items()}, 48, kind)
     for name, numbers in constants(s, w, made).items():
         yield name, (np.float32, numbers.shape, iter([numbers]))
 
@@ -222,11 +231,12 @@ class DitEngine:
         self.inputs, self.outputs = component.inputs, component.outputs
         self.shape = Shape(**component.config["builder_config"][KERNELS])
         self._modulation, self._time_bias = modulation, time_bias
-        self.plan = products(self.shape)
+        self.plan, self.looks = products(self.shape), looks(self.shape)
         self.kernels = FewRows(
-            card, [*self.plan.values()], self.shape.rows, dtype=PRECISIONS[component.dtype], head_width=self.shape.head_width
-        )
-        fixed = stored(component, f"{PACKED}.safetensors", self.kernels, self.plan)
+            card, [*self.plan.values()], self.shape.rows, dtype=PRECISIONS[component.dtype], head_width=self.shape.head_width,
+            looks=[*self.looks.values()],
+        )  # fmt: skip
+        fixed = stored(component, f"{PACKED}.safetensors", self.kernels, self.plan, self.looks)
         self.places = rows_on_card(fixed.pop("places"), self.kernels.padded)
         self.fixed = upload(card, fixed)
         made = component.tensors(f"{PACKED}.{len(modulation)}.safetensors")
@@ -239,8 +249,8 @@ class DitEngine:
         """Buffers for a prompt's length. Raises BadRequest for more rows or tokens than the kernels take."""
         if shapes["state"][0] != 1:
             raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option kernels=no")
-        if (tokens := shapes["text_attention_mask"][-1]) > (most := self.kernels.most_keys()):
-            raise BadRequest(f"{self.where}: the kernels take prompts of {most} tokens, this one has {tokens}; take --option kernels=no")
+        if (tokens := shapes["text_attention_mask"][-1]) > MOST_KEYS:
+            raise BadRequest(f"{self.where}: the kernels take prompts of {MOST_KEYS} tokens, this one has {tokens}; take --option kernels=no")
         return DitBound(self, tokens)
 
     def step_of(self, modulation: Vector, time_bias: Vector) -> int:
@@ -271,14 +281,13 @@ class DitBound:
     def __init__(self, engine: DitEngine, tokens: int) -> None:
         self._engine, self.tokens = engine, tokens
         s, kind = engine.shape, PRECISIONS[engine.component.dtype]
-        self.space = space = Workspace(engine.kernels, engine.plan, 2 * s.layers + 1)
+        self.space = space = Workspace(engine.kernels, engine.plan, 2 * s.layers + 1, engine.looks)
         self._given = -(-max(s.action, s.state) // 16) * 16
         for name, size in {"given": self._given, "seen": s.width, "rows": s.width, "inner": s.inner, "head": s.hidden}.items():
             space.rows(name, size, kind)
         space.rows("wide", s.width, "float32")
         space.rows("places", s.width, "float32")
         engine.card.upload(engine.places, space.buffers["places"])
-        space.plain("asked", (s.rows, 3 * s.width), kind)
         self.outputs = {"velocity": space.plain("velocity", (1, s.horizon, s.action), "float32")}
         engine.card.wait()
 
@@ -308,26 +317,16 @@ class DitBound:
         self.space.product(
             name, [engine.fixed, engine.steps[step]], source, eps=eps_of(name), narrow=narrow, wide=wide, base=base, stats=stats, told=told,
             rows=rows, first=1 if rows is None else 0,
-            out_width=3 * s.width if narrow == "asked" else s.action if wide == "velocity" else None,
+            out_width=s.action if wide == "velocity" else None,
         )  # fmt: skip
 
-    def attention(self, block: int) -> None:
-        s, b = self._engine.shape, self.space.buffers
-        asked = b["asked"]
+    def look(self, block: int, step: int, source: str, *, stats: int, narrow: str) -> None:
+        s, b, name, values = self._engine.shape, self.space.buffers, f"{block}.in", dict[str, Buffer]()
+        keys = s.rows
         if s.crosses(block):
-            values = {
-                "k": b[f"cross_k_layer{block:02d}"],
-                "v": b[f"cross_v_layer{block:02d}"],
-                "mask": b[f"{s.sees(block)}_attention_mask"],
-            }
-            keys, stride, constant = self.tokens, s.width, 1
-        else:
-            rest = (s.rows * 3 - 2) * s.width
-            values = {"k": asked.part(s.width, (rest,)), "v": asked.part(2 * s.width, (rest,))}
-            keys, stride, constant = s.rows, 3 * s.width, 0
-        self._engine.kernels.attention(
-            s.heads, keys, q=asked, out=b["seen"], q_stride=3 * s.width, kv_stride=stride, constant=constant, **values
-        )
+            keys = self.tokens
+            values = {letter: b[f"cross_{letter}_layer{block:02d}"] for letter in "kv"} | {"mask": b[f"{s.sees(block)}_attention_mask"]}
+        self.space.look(name, [self._engine.fixed, self._engine.steps[step]], source, keys, stats=stats, out=narrow, eps=DIT_EPS, **values)
 
     def close(self) -> None:
         """Give the buffers back."""

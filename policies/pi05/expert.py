@@ -146,7 +146,7 @@ def check_shape(s: Shape) -> None:
 
 def stored_tensors(s: Shape, w: Weights, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
     """What `write_tensors` wants for {PACKED}.safetensors."""
-    yield from packed(products(s), layers(s, w), 16, kind)
+    yield from packed(products(s), {}, layers(s, w), 16, kind)
     for name, numbers in projections(w).items():
         yield name, (np.float32, numbers.shape, iter([numbers]))
 

@@ -46,7 +46,8 @@ def card() -> Card:
 
 @cache
 def kernels(card: Card, rows: int, head_width: int) -> FewRows:
-    return FewRows(card, [product for product, r, _ in KINDS if r == rows], rows, dtype="float16", head_width=head_width)
+    looks = [*dit.looks(GR00T).values()] if rows == GR00T.rows else []
+    return FewRows(card, [product for product, r, _ in KINDS if r == rows], rows, dtype="float16", head_width=head_width, looks=looks)
 
 
 def whole_sums(x: Array, r: int) -> Array:
@@ -121,21 +122,34 @@ def test_a_product_gives_what_numpy_gives(card: Card, product: Product, rows: in
     assert np.array_equal(plain(wide, rows), first)  # bit for bit
 
 
-@pytest.mark.parametrize(("keys", "seen"), [(41, None), (147, 19), (147, 128), (320, 5), (33, 33)])
-def test_attention_gives_what_numpy_gives(card: Card, keys: int, seen: int | None) -> None:
-    made, rng, w = kernels(card, GR00T.rows, GR00T.head_width), np.random.default_rng(1), GR00T.width
-    q, k, v = (rng.standard_normal((n, w)).astype(np.float16) for n in (GR00T.rows, keys, keys))
-    mask = None
+@pytest.mark.parametrize(("keys", "seen"), [(41, None), (147, 19), (147, 128), (300, 270), (512, 512), (33, 33)])
+def test_what_heads_see_is_what_numpy_sees(card: Card, keys: int, seen: int | None) -> None:
+    made, rng, w, rows = kernels(card, GR00T.rows, GR00T.head_width), np.random.default_rng(1), GR00T.width, GR00T.rows
+    look = GR00T.look(1 if seen is None else 0)
+    n = look.asked.outputs
+    weight = (rng.standard_normal((n, w)) / np.sqrt(w)).astype(np.float16)
+    x, scale = (rng.standard_normal((rows, w)) * 2 + 1).astype(np.float32), rng.uniform(0.5, 1.5, w).astype(np.float32)
+    fed, (bias, lost) = (x * scale).astype(np.float16), rng.standard_normal((2, n)).astype(np.float32)
+    values: dict[str, Any] = {
+        "weight": card.load(look.pack(weight)), "bias": card.load(bias), "lost": card.load(lost), "stats": card.load(whole_sums(x, made.padded)),
+        "rows_in": card.load(rows_on_card(fed, made.padded)), "out": card.load(np.full((w // 8, made.padded, 8), 7, np.float16)),
+        "eps": 1e-5,
+    }  # fmt: skip
+    context = None
     if seen is not None:
+        k, v = rng.standard_normal((2, keys, w)).astype(np.float16)
         mask = np.zeros(keys, bool)
         mask[rng.permutation(keys)[:seen]] = True
-    out = card.load(np.zeros((w // 8, made.padded, 8), np.float16))
-    made.attention(
-        GR00T.heads, keys, q=card.load(q), k=card.load(k), v=card.load(v), mask=None if mask is None else card.load(mask), out=out,
-        q_stride=w, kv_stride=w, constant=int(mask is not None),
+        context = k.astype(np.float32), v.astype(np.float32), mask
+        values |= {"k": card.load(k), "v": card.load(v), "mask": card.load(mask)}
+    made.look(look, keys, **values)
+    wanted = few_rows.look(
+        fed.astype(np.float32), weight.astype(np.float32), look, bias=bias, lost=lost, stats=few_rows.sums(x), eps=1e-5, context=context
     )  # fmt: skip
-    wanted = few_rows.attention(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), GR00T.heads, mask)
-    assert off(plain(out, GR00T.rows), wanted) < 2 * HALF  # weights are rounded as well
+    assert off(plain(values["out"], rows), wanted) < 2 * HALF  # queries, keys, values and shares are rounded as well
+    first = values["out"].to_host()
+    made.look(look, keys, **values)
+    assert np.array_equal(values["out"].to_host(), first)  # bit for bit
 
 
 @pytest.mark.parametrize("keys", [300, 528, 541, 976])

@@ -4,7 +4,7 @@
 // (programmatic dependent launch): it asks for its weights at once, and waits before it reads what the predecessor wrote.
 //
 // Products: a cluster of C blocks shares a tile of N outputs. Each block multiplies a slice of K, weights as the left operand (64 outputs to
-// a warp group), and the C partial sums meet over the cluster's shared memory, always in the same order. A norm costs no pass of its own:
+// a warp group), and gives its partial sums to who finishes them, who adds C of them, always in the same order. A norm costs no pass of its own:
 // who writes rows scales them by (1 + scale) of the norm that reads them next, and adds up their sums and squares as whole numbers, so that
 // the order does not matter; who reads multiplies the scaled rows and applies the norm to the products, since
 // sum_k w_k ((x_k - m) r (1 + s_k) + t_k) = r (sum_k w_k (1 + s_k) x_k - m u) + c.
@@ -28,7 +28,6 @@ DEVICE float power_of_two(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" :
 
 DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void leave_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }  // orders no memory
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
@@ -63,6 +62,16 @@ DEVICE void load_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 }
 DEVICE void prefetch(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
+
+// To another block of the cluster, whose barrier counts the bytes.
+DEVICE void give(u32 to, u32 barrier, u32 rank, float a, float b, float c, float d) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(in_block(to, rank)), "f"(a), "f"(b), "f"(c), "f"(d), "r"(in_block(barrier, rank)) : "memory");
+}
+DEVICE void give(u32 to, u32 barrier, u32 rank, u32 a, u32 b) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+                 :: "r"(in_block(to, rank)), "r"(a), "r"(b), "r"(in_block(barrier, rank)) : "memory");
 }
 
 DEVICE void load_matrices(u32 (&m)[4], u32 address) {
@@ -136,20 +145,21 @@ struct Tile {
     static constexpr int COLUMN = R * 16, PS = TN + 4;  // bytes of eights of K; words between rows of sums: banks stay apart
     static constexpr int CHUNK = TN * J * 32, ROWS_CHUNK = J * 2 * COLUMN;
     static constexpr int F = TN / C;  // outputs that a block finishes
-    static constexpr int STATS = 512, FAR = STATS + COPIES * R * 16 + R * 8, X = (FAR + 4 * F * 4 + (RESIDUAL_OLD ? F * R * 4 : 0) + 127) / 128 * 128, RING = X + KS / 8 * COLUMN;
-    static constexpr int WITH_RING = RING + S * CHUNK, WITH_SUMS = X + R * PS * 4 * (W > 2 ? W - 1 : 1);
+    static constexpr int STATS = 512, FAR = STATS + COPIES * R * 16 + R * 8, OLD = RESIDUAL_OLD ? F * R * 4 : 0;
+    static constexpr int PARTS = FAR + 4 * F * 4 + OLD, X = (PARTS + (C > 1 ? R * TN * 4 : 0) + 127) / 128 * 128, RING = X + KS / 8 * COLUMN;
+    static constexpr int WITH_RING = RING + S * CHUNK, WITH_SUMS = X + R * PS * 4 * W;
     static constexpr int BYTES = WITH_RING > WITH_SUMS ? WITH_RING : WITH_SUMS;
-    static_assert(K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && 2 * S + CHUNKS < 64 && TN / C % 8 == 0, "tile");
+    static_assert(K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && 2 * S + CHUNKS < 62 && TN / C % 8 == 0, "tile");
 };
 
-template <int C>
-DEVICE void add_parts(float (&y)[4], const float* sums, u32 address) {
-    float4 part[C];
+template <int N>
+DEVICE void add_parts(float (&y)[4], const float* part, int apart) {  // N of them, always in the same order
+    float4 found[N];
     #pragma unroll
-    for (int c = 0; c < C; c++) part[c] = C > 1 ? load_from_cluster(in_block(address, c)) : *(const float4*)sums;
-    y[0] = part[0].x, y[1] = part[0].y, y[2] = part[0].z, y[3] = part[0].w;
+    for (int n = 0; n < N; n++) found[n] = *(const float4*)(part + n * apart);
+    y[0] = found[0].x, y[1] = found[0].y, y[2] = found[0].z, y[3] = found[0].w;
     #pragma unroll
-    for (int c = 1; c < C; c++) y[0] += part[c].x, y[1] += part[c].y, y[2] += part[c].z, y[3] += part[c].w;
+    for (int n = 1; n < N; n++) y[0] += found[n].x, y[1] += found[n].y, y[2] += found[n].z, y[3] += found[n].w;
 }
 DEVICE void get(float (&to)[4], const float* from) {
     const float4 a = *(const float4*)from;
@@ -163,7 +173,7 @@ DEVICE void product(const Product& p) {
     extern __shared__ __align__(128) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4, g = group % G, w = group / G;
     const u32 base = shared_address(memory), rank = C > 1 ? cluster_rank() : 0, tile = blockIdx.x / C;
-    const u32 full = base, empty = base + 8 * S, here = base + 16 * S, near = here + 8 * CHUNKS;
+    const u32 full = base, empty = base + 8 * S, here = base + 16 * S, near = here + 8 * CHUNKS, given = near + 8;
     float* sums = (float*)(memory + L::X);
     const bool loads = warp == THREADS / 32 - 1;
 
@@ -172,13 +182,16 @@ DEVICE void product(const Product& p) {
         for (int s = 0; s < S; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, G * W);
         for (int c = 0; c < CHUNKS; c++) barrier_init(here + 8 * c, 1);
         barrier_init(near, 1);
+        if (C > 1) barrier_init(given, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
+        if (C > 1) barrier_expect(given, R * TN * 4);
         for (int s = 0; s < S; s++) load_bulk(base + L::RING + s * L::CHUNK, weights + (size_t)s * L::CHUNK, L::CHUNK, full + 8 * s);
         if (S < CHUNKS) prefetch(weights + (size_t)S * L::CHUNK, (CHUNKS - S) * L::CHUNK);  // the rest, into the second level cache
     }
     let_successor_start();
     __syncthreads();  // barriers stand
+    if constexpr (C > 1) arrive_at_cluster();
 
     // What each thread will finish: eight outputs of a row. What that takes comes into shared memory meanwhile.
     constexpr int F = L::F, DONE = OUT == GATE_UP ? F / 2 : F, ITEMS = DONE / 4 * R, TURNS = (ITEMS + THREADS - 1) / THREADS;
@@ -257,50 +270,35 @@ DEVICE void product(const Product& p) {
 
     __syncthreads();  // the sums lie where rows and weights were
     float* own = sums + (lane & 3) * 2 * PS + g * 64 + (warp & 3) * 16 + (lane >> 2);
-    constexpr int PART = R * PS;
-    if constexpr (W > 1) {
-        if (w > 0 && !loads) {
-            #pragma unroll
-            for (int r = 0; r < R8; r++) {
-                float* at = own + (w - 1) * PART + r * 8 * PS;
-                at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
-            }
-        }
-        __syncthreads();
-        if (w == 0) {
-            #pragma unroll
-            for (int other = 0; other < W - 1; other++)
-                #pragma unroll
-                for (int r = 0; r < R8; r++) {
-                    const float* at = own + other * PART + r * 8 * PS;
-                    sum[r][0] += at[0], sum[r][1] += at[PS], sum[r][2] += at[8], sum[r][3] += at[PS + 8];
-                }
-        }
-    }
-    if (w == 0 && !loads) {
+    if (!loads) {
         #pragma unroll
         for (int r = 0; r < R8; r++) {
-            float* at = own + r * 8 * PS;
+            float* at = own + w * R * PS + r * 8 * PS;
             at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
         }
     }
-    if constexpr (C > 1) arrive_at_cluster(); else __syncthreads();
-
+    __syncthreads();
+    if constexpr (C > 1) {
+        wait_for_cluster();  // the others' barriers stand
+        for (int i = thread; i < TN / 4 * R; i += THREADS) {  // four sums of a row, to who finishes them
+            const int row = i / (TN / 4), f = i % (TN / 4) * 4;
+            float y[4];
+            add_parts<W>(y, sums + row * PS + f, R * PS);
+            give(base + L::PARTS + ((rank * R + row) * L::F + f % L::F) * 4, given, f / L::F, y[0], y[1], y[2], y[3]);
+        }
+        barrier_wait(given, 0);
+    }
     barrier_wait(near, 0);
-    if constexpr (C > 1) wait_for_cluster();
+    const float* parts = C > 1 ? (const float*)(memory + L::PARTS) : sums;
+    constexpr int WIDE = C > 1 ? F : PS;
     #pragma unroll 1
     for (int turn = 0; turn < TURNS; turn++) {
         const int i = thread + turn * THREADS, row = i % R, f = i / R * 4, n = n0 + f;
         const bool there = i < ITEMS && row < p.rows;
         float y[4], up[4], more[4], squares = 0;
         if (there) {
-            add_parts<C>(y, sums + row * PS + rank * F + f, base + L::X + (row * PS + rank * F + f) * 4);
-            if constexpr (OUT == GATE_UP)
-                add_parts<C>(up, sums + row * PS + rank * F + f + DONE, base + L::X + (row * PS + rank * F + f + DONE) * 4);
-        }
-        if constexpr (C > 1) {
-            __syncwarp();
-            if (turn == TURNS - 1) leave_cluster();
+            add_parts<C == 1 ? W : C>(y, parts + row * WIDE + f, R * WIDE);
+            if constexpr (OUT == GATE_UP) add_parts<C == 1 ? W : C>(up, parts + row * WIDE + f + DONE, R * WIDE);
         }
         if (!there) continue;
         const size_t packed = ((size_t)(n / 8) * R + row) * 8 + n % 8;
@@ -375,10 +373,6 @@ DEVICE void product(const Product& p) {
         if (p.narrow)
             *(uint2*)(p.out_width ? p.narrow + (size_t)row * p.out_width + n : p.narrow + packed) = make_uint2(rounded(y[0], y[1]), rounded(y[2], y[3]));
     }
-    if constexpr (C > 1) {  // nobody leaves while another still reads its sums
-        __syncwarp();
-        wait_for_cluster();
-    }
 }
 
 struct Begin {
@@ -401,130 +395,295 @@ DEVICE void begin(const Begin& p) {
     for (int i = thread; i < p.slots * COPIES * R * 2; i += all) p.stats[i] = 0;
 }
 
-struct Attention {
-    const u16 *q, *k, *v;
-    const u8* mask;  // [keys], or null: every key is seen
-    u16* out;        // [heads * D / 8, R, 8]
-    int q_stride, kv_stride, rows, keys, constant;  // constant: keys and values stood before the predecessor began
-    float scale;     // of the scores, times log2(e)
+struct Look {
+    const u8* weight;   // packed: [head, block of it, arrival, step of 16, 2, D, 8]
+    const float* bias;  // [3 W], or [W]: as of `Product` behind a LayerNorm
+    const float* lost;
+    const u64* stats;   // [COPIES, R, 2]
+    const void* in;     // half [W / 8, R, 8]
+    const u16 *k, *v;   // [keys, W] of a context that stood before the predecessor began, or null: the rows look at one another
+    const u8* mask;     // [keys]: which of them are seen
+    u16* out;           // [W / 8, R, 8]
+    int rows, keys;
+    float scale, eps;   // of the scores, times log2(e)
 };
 
-// One head a block, one warp for 16 rows; every head has its own keys.
-template <int D, int R>
-DEVICE void attend(const Attention& p) {
-    constexpr int DS = D + 8, WORDS = D / 8;
+DEVICE void consumers_meet() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
+
+// A head's cluster of three blocks. Where rows look at one another, one block makes the head's queries, one its keys, one its values, each from
+// all W inputs, and gives them to the others; where they look at a context, every block takes a third of the inputs, and the parts of the
+// queries' sums go to who needs them. Each block then looks for 16 rows, 16 keys a warp.
+template <int R8, int W, int D, bool OWN>
+struct Glance {
+    static constexpr int R = 8 * R8, C = 3, KS = OWN ? W : W / C, STEPS = KS / 16, J = 8, CHUNKS = STEPS / J, COLUMN = R * 16;
+    static constexpr int STEP = 2 * D * 16, CHUNK = J * STEP, ROWS_CHUNK = J * 2 * COLUMN, S = CHUNKS < 5 ? CHUNKS : 5;
+    static constexpr int HS = D + 8, PS = D + 4, WARP = 16 * HS * 2 * 2, MOST = 512;  // bytes of a warp's keys and values; keys
+    static constexpr int STATS = 512, NORMS = STATS + COPIES * R * 16, VECTORS = NORMS + R * 8, CHOSEN = VECTORS + 2 * D * 4;
+    static constexpr int Q = (CHOSEN + (OWN ? 0 : (MOST + 8) * 2) + 127) / 128 * 128, GOT = Q + 16 * HS * 2;  // 16 queries; what others give
+    static constexpr int KEYS = GOT + (OWN ? 2 * R * HS * 2 : C * 16 * PS * 4), X = (KEYS + (OWN ? 0 : 16 * WARP) + 127) / 128 * 128;
+    static constexpr int ROOM = KS / 8 * COLUMN > 4 * R * PS * 4 ? KS / 8 * COLUMN : 4 * R * PS * 4;  // of rows, then of sums
+    static constexpr int RING = X + ROOM, BYTES = RING + S * CHUNK + 256, THREADS = 576;  // a product reads a little beyond its D outputs
+    static_assert(R == 16 * C && D % 16 == 0 && D <= 64 && W % (C * J * 16) == 0 && CHUNKS <= 12, "a head's cluster");
+    static_assert(C * WARP <= ROOM && 16 * PS * 4 + 128 <= WARP, "what warps have seen lies where sums were");
+};
+
+template <int R8, int W, int D, bool OWN>
+DEVICE void glance(const Look& p) {
+    using L = Glance<R8, W, D, OWN>;
+    constexpr int R = L::R, HS = L::HS, PS = L::PS;
     extern __shared__ __align__(128) u8 memory[];
-    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, head = blockIdx.x;
-    const int room = (p.keys + 31) / 32 * 32;
-    u16 *k = (u16*)memory, *v = k + room * DS;
-    int *chosen = (int*)(v + room * DS), keys = p.keys;
+    const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, head = blockIdx.x / L::C;
+    const u32 base = shared_address(memory), rank = cluster_rank();
+    const u32 full = base, empty = base + 40, here = base + 80, near = base + 176, normed = base + 184, given = base + 192;
+    const u8* weights = p.weight + (size_t)blockIdx.x * L::CHUNKS * L::CHUNK;
+    if (thread == 512) {
+        for (int s = 0; s < L::S; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 4);
+        for (int c = 0; c < L::CHUNKS; c++) barrier_init(here + 8 * c, 1);
+        barrier_init(near, 1), barrier_init(normed, 1), barrier_init(given, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        fence_async();
+        for (int s = 0; s < L::S; s++) load_bulk(base + L::RING + s * L::CHUNK, weights + (size_t)s * L::CHUNK, L::CHUNK, full + 8 * s);
+        barrier_expect(given, OWN ? (16 + 2 * R) * D * 2 : L::C * 16 * D * 4);
+    }
     let_successor_start();
-    if (p.mask) {  // only what is seen is loaded
-        if (warp == 0) {
-            keys = 0;
-            for (int i = lane; i < room; i += 32) {
+    u16* chosen = (u16*)(memory + L::CHOSEN);
+    int keys = p.rows;
+    if constexpr (!OWN) {
+        if (warp == 0) {  // which keys are seen, in order
+            int found = 0;
+            for (int i = lane; i < (p.keys + 31) / 32 * 32; i += 32) {
                 const bool seen = i < p.keys && p.mask[i];
                 const u32 votes = __ballot_sync(~0u, seen);
-                if (seen) chosen[keys + __popc(votes & ((1u << lane) - 1))] = i;
-                keys += __popc(votes);
+                if (seen) chosen[found + __popc(votes & ((1u << lane) - 1))] = (u16)i;
+                found += __popc(votes);
             }
-            if (lane == 0) chosen[room] = keys;
+            if (lane == 0) chosen[L::MOST] = (u16)found;
         }
-        __syncthreads();
-        keys = chosen[room];
     }
-    const int padded = (keys + 31) / 32 * 32;
-    if (!p.constant) wait_for_predecessor();
-    for (int i = thread; i < padded * WORDS; i += blockDim.x) {
-        const int key = i / WORDS, d = i % WORDS * 8;
-        const bool there = key < keys;
-        const size_t at = there ? (size_t)(p.mask ? chosen[key] : key) * p.kv_stride + head * D + d : 0;
-        *(uint4*)(k + key * DS + d) = there ? *(const uint4*)(p.k + at) : make_uint4(0, 0, 0, 0);
-        *(uint4*)(v + key * DS + d) = there ? *(const uint4*)(p.v + at) : make_uint4(0, 0, 0, 0);
-    }
-    if (p.constant) wait_for_predecessor();
-    const int g = lane >> 2, t = lane & 3;
-    const int row[2] = {warp * 16 + g, warp * 16 + g + 8};
-    u32 q[D / 16][4];
-    #pragma unroll
-    for (int d = 0; d < D / 16; d++)
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            int r = row[e & 1];
-            q[d][e] = r < p.rows ? *(const u32*)(p.q + (size_t)r * p.q_stride + head * D + d * 16 + (e >> 1) * 8 + t * 2) : 0;
-        }
     __syncthreads();
+    arrive_at_cluster();  // barriers stand
+    u8* own = memory + L::KEYS + warp * L::WARP;
+    auto fetch = [&](int from) {  // this warp's 16 keys and values, D / 8 eights each
+        #pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            const int at = i * 32 + lane, key = from + at / (D / 8), d = at % (D / 8) * 8, place = at / (D / 8) * HS + d;
+            const size_t there = key < keys ? (size_t)chosen[key] * W + head * D + d : 0;
+            *(uint4*)(own + place * 2) = key < keys ? *(const uint4*)(p.k + there) : make_uint4(0, 0, 0, 0);
+            *(uint4*)(own + (16 * HS + place) * 2) = key < keys ? *(const uint4*)(p.v + there) : make_uint4(0, 0, 0, 0);
+        }
+        __syncwarp();
+    };
+    if constexpr (!OWN) {
+        keys = chosen[L::MOST];
+        if (warp < 16 && warp * 16 < keys) fetch(warp * 16);
+    }
+    wait_for_predecessor();
+
+    if (warp == 16) {  // weights and rows
+        if (lane == 0) {
+            const u8* rows = (const u8*)p.in + (OWN ? 0 : (size_t)rank * L::CHUNKS * L::ROWS_CHUNK);
+            for (int c = 0; c < L::CHUNKS; c++) load_bulk(base + L::X + c * L::ROWS_CHUNK, rows + (size_t)c * L::ROWS_CHUNK, L::ROWS_CHUNK, here + 8 * c);
+            for (int c = L::S; c < L::CHUNKS; c++) {
+                barrier_wait(empty + 8 * (c % L::S), (c / L::S - 1) & 1);
+                load_bulk(base + L::RING + (c % L::S) * L::CHUNK, weights + (size_t)c * L::CHUNK, L::CHUNK, full + 8 * (c % L::S));
+            }
+        }
+        __syncwarp();
+        wait_for_cluster();
+        return;
+    }
+    if (warp == 17) {  // norms
+        const int n0 = (OWN ? rank * W : 0) + head * D;
+        if (lane == 0) {
+            barrier_expect(near, 2 * D * 4 + COPIES * R * 16);
+            load_part(base + L::STATS, p.stats, COPIES * R * 16, near);
+            load_part(base + L::VECTORS, p.bias + n0, D * 4, near);
+            load_part(base + L::VECTORS + D * 4, p.lost + n0, D * 4, near);
+        }
+        barrier_wait(near, 0);
+        const u64* stats = (const u64*)(memory + L::STATS);
+        for (int row = lane; row < R; row += 32) {
+            long long total = 0, squares = 0;
+            #pragma unroll
+            for (int copy = 0; copy < COPIES; copy++) total += stats[(copy * R + row) * 2], squares += stats[(copy * R + row) * 2 + 1];
+            const double mean = (double)total * (1.0 / SUM_UNIT / W), spread = (double)squares * (1.0 / SQUARE_UNIT / W) - mean * mean;
+            const float factor = rsqrtf((float)(spread > 0.0 ? spread : 0.0) + p.eps);
+            ((float2*)(memory + L::NORMS))[row] = make_float2(factor, (float)mean * factor);
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(normed);
+        wait_for_cluster();
+        return;
+    }
+
+    const int group = warp / 4, g = lane >> 2, t = lane & 3;
+    float sum[R8][4];
+    #pragma unroll
+    for (int r = 0; r < R8; r++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) sum[r][e] = 0;
+    for (int c = 0; c < L::CHUNKS; c++) {
+        barrier_wait(here + 8 * c, 0);
+        barrier_wait(full + 8 * (c % L::S), (c / L::S) & 1);
+        const u32 stage = base + L::RING + (c % L::S) * L::CHUNK;
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        #pragma unroll
+        for (int j = 0; j < L::J / 4; j++) {
+            const int k = j * 4 + group;
+            multiply_group<R8>(sum, operand(stage + k * L::STEP, D * 16, 128), operand(base + L::X + (c * L::J + k) * 2 * L::COLUMN, L::COLUMN, 128));
+        }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        if constexpr (L::S < L::CHUNKS) {
+            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+            if (c > 0 && thread % 128 == 0) barrier_arrive(empty + 8 * ((c - 1) % L::S));
+        }
+    }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    #pragma unroll
+    for (int r = 0; r < R8; r++)
+        #pragma unroll
+        for (int e = 0; e < 4; e++) asm volatile("" : "+f"(sum[r][e]) :: "memory");
+
+    consumers_meet();  // the sums lie where the rows were
+    float* sums = (float*)(memory + L::X);
+    if ((warp & 3) * 16 < D) {  // of 64 outputs, D are ours
+        float* at = sums + group * R * PS + t * 2 * PS + (warp & 3) * 16 + g;
+        #pragma unroll
+        for (int r = 0; r < R8; r++, at += 8 * PS) at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
+    }
+    consumers_meet();
+    wait_for_cluster();  // the others' barriers stand
+    const float *bias = (const float*)(memory + L::VECTORS), *lost = bias + D;
+    const float2* norms = (const float2*)(memory + L::NORMS);
+    if constexpr (OWN) barrier_wait(near, 0), barrier_wait(normed, 0);
+    for (int i = thread; i < R * D / 4; i += 512) {
+        const int row = i / (D / 4), f = i % (D / 4) * 4;
+        float4 part[4];
+        #pragma unroll
+        for (int w = 0; w < 4; w++) part[w] = *(const float4*)(sums + (w * R + row) * PS + f);
+        float y[4] = {part[0].x, part[0].y, part[0].z, part[0].w};
+        #pragma unroll
+        for (int w = 1; w < 4; w++) y[0] += part[w].x, y[1] += part[w].y, y[2] += part[w].z, y[3] += part[w].w;
+        if constexpr (OWN) {
+            const float2 norm = norms[row];
+            #pragma unroll
+            for (int e = 0; e < 4; e++) y[e] = row < p.rows ? y[e] * norm.x - norm.y * lost[f + e] + bias[f + e] : 0.0f;
+            const u32 a = rounded(y[0], y[1]), b = rounded(y[2], y[3]);
+            if (rank == 0) give(base + L::Q + ((row % 16) * HS + f) * 2, given, row / 16, a, b);
+            else
+                #pragma unroll
+                for (int c = 0; c < L::C; c++) give(base + L::GOT + (((rank - 1) * R + row) * HS + f) * 2, given, c, a, b);
+        } else {
+            give(base + L::GOT + ((rank * 16 + row % 16) * PS + f) * 4, given, row / 16, y[0], y[1], y[2], y[3]);
+        }
+    }
+    barrier_wait(given, 0);
+    const int first = rank * 16;
+    if constexpr (!OWN) {
+        barrier_wait(near, 0), barrier_wait(normed, 0);
+        if (thread < 16 * D / 4) {
+            const int row = thread / (D / 4), f = thread % (D / 4) * 4;
+            const float2 norm = norms[first + row];
+            float y[4] = {0, 0, 0, 0}, part[4];
+            #pragma unroll
+            for (int c = 0; c < L::C; c++) {
+                get(part, (const float*)(memory + L::GOT) + (c * 16 + row) * PS + f);
+                #pragma unroll
+                for (int e = 0; e < 4; e++) y[e] += part[e];
+            }
+            #pragma unroll
+            for (int e = 0; e < 4; e++) y[e] = first + row < p.rows ? y[e] * norm.x - norm.y * lost[f + e] + bias[f + e] : 0.0f;
+            *(uint2*)(memory + L::Q + (row * HS + f) * 2) = make_uint2(rounded(y[0], y[1]), rounded(y[2], y[3]));
+        }
+    }
+    consumers_meet();  // queries stand, and nobody reads the sums
+
     float best[2] = {-1e30f, -1e30f}, total[2] = {0, 0}, seen[D / 8][4];
     #pragma unroll
     for (int d = 0; d < D / 8; d++)
         #pragma unroll
         for (int e = 0; e < 4; e++) seen[d][e] = 0;
-    const u32 k_corner = shared_address(k) + ((lane & 7) + (lane >> 4) * 8) * DS * 2 + ((lane >> 3) & 1) * 16;
-    const u32 v_corner = shared_address(v) + ((lane & 7) + ((lane >> 3) & 1) * 8) * DS * 2 + (lane >> 4) * 16;
-    for (int key = 0; key < padded; key += 32) {
-        float score[4][4];
+    u8* told = OWN ? memory + L::X + warp * L::WARP : own;  // what this warp has seen, for all of them
+    const u32 q_at = base + L::Q + ((lane & 7) + ((lane >> 3) & 1) * 8) * HS * 2 + (lane >> 4) * 16;
+    for (int from = warp * 16; from < keys; from += 256) {
+        if (!OWN && from >= 256) fetch(from);
+        const u32 k_first = OWN ? base + L::GOT + from * HS * 2 : shared_address(own);
+        const u32 v_first = OWN ? k_first + R * HS * 2 : k_first + 16 * HS * 2;
+        const u32 k_at = k_first + ((lane & 7) + (lane >> 4) * 8) * HS * 2 + ((lane >> 3) & 1) * 16;
+        const u32 v_at = v_first + ((lane & 7) + ((lane >> 3) & 1) * 8) * HS * 2 + (lane >> 4) * 16;
+        float score[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
         #pragma unroll
-        for (int n = 0; n < 4; n++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) score[n][e] = 0;
-        #pragma unroll
-        for (int d = 0; d < D / 16; d++)
-            #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                u32 b[4];
-                load_matrices(b, k_corner + ((key + n * 16) * DS + d * 16) * 2);
-                multiply(score[2 * n], q[d], b[0], b[1]);
-                multiply(score[2 * n + 1], q[d], b[2], b[3]);
-            }
-        float top[2] = {best[0], best[1]};
-        #pragma unroll
-        for (int n = 0; n < 4; n++)
-            #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                int at = key + n * 8 + t * 2 + (e & 1);
-                const bool there = at < keys;
-                score[n][e] = there ? score[n][e] * p.scale : __int_as_float(0xff800000);
-                top[e >> 1] = fmaxf(top[e >> 1], score[n][e]);
-            }
+        for (int d = 0; d < D / 16; d++) {
+            u32 a[4], b[4];
+            load_matrices(a, q_at + d * 32);
+            load_matrices(b, k_at + d * 32);
+            multiply(score[0], a, b[0], b[1]);
+            multiply(score[1], a, b[2], b[3]);
+        }
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-            top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-            float shrink = power_of_two(best[h] - top[h]);
-            best[h] = top[h], total[h] *= shrink;
-            #pragma unroll
-            for (int d = 0; d < D / 8; d++) seen[d][2 * h] *= shrink, seen[d][2 * h + 1] *= shrink;
-        }
-        #pragma unroll
-        for (int n = 0; n < 4; n++)
+            float top = best[h];
             #pragma unroll
             for (int e = 0; e < 4; e++) {
-                score[n][e] = power_of_two(score[n][e] - best[e >> 1]);
-                total[e >> 1] += score[n][e];
+                float& s = score[e >> 1][2 * h + (e & 1)];
+                s = from + (e >> 1) * 8 + t * 2 + (e & 1) < keys ? s * p.scale : __int_as_float(0xff800000);
+                top = fmaxf(top, s);
             }
-        #pragma unroll
-        for (int n = 0; n < 2; n++) {
-            u32 a[4] = {rounded(score[2 * n][0], score[2 * n][1]), rounded(score[2 * n][2], score[2 * n][3]),
-                        rounded(score[2 * n + 1][0], score[2 * n + 1][1]), rounded(score[2 * n + 1][2], score[2 * n + 1][3])};
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+            const float shrink = power_of_two(best[h] - top);
+            best[h] = top, total[h] *= shrink;
             #pragma unroll
-            for (int d = 0; d < D / 16; d++) {
-                u32 b[4];
-                load_matrices_turned(b, v_corner + ((key + n * 16) * DS + d * 16) * 2);
-                multiply(seen[2 * d], a, b[0], b[1]);
-                multiply(seen[2 * d + 1], a, b[2], b[3]);
+            for (int d = 0; d < D / 8; d++) seen[d][2 * h] *= shrink, seen[d][2 * h + 1] *= shrink;
+            #pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float& s = score[e >> 1][2 * h + (e & 1)];
+                s = power_of_two(s - top), total[h] += s;
             }
+        }
+        const u32 shares[4] = {rounded(score[0][0], score[0][1]), rounded(score[0][2], score[0][3]),
+                               rounded(score[1][0], score[1][1]), rounded(score[1][2], score[1][3])};
+        #pragma unroll
+        for (int d = 0; d < D / 16; d++) {
+            u32 b[4];
+            load_matrices_turned(b, v_at + d * 32);
+            multiply(seen[2 * d], shares, b[0], b[1]);
+            multiply(seen[2 * d + 1], shares, b[2], b[3]);
+        }
+        __syncwarp();
+    }
+    const int parts = (keys + 15) / 16 < 16 ? (keys + 15) / 16 : 16;
+    if (warp < parts) {
+        float* at = (float*)told;  // [16, PS], then each row's best and total
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            total[h] += __shfl_xor_sync(~0u, total[h], 1);
+            total[h] += __shfl_xor_sync(~0u, total[h], 2);
+            #pragma unroll
+            for (int d = 0; d < D / 8; d++) *(float2*)(at + (g + 8 * h) * PS + d * 8 + t * 2) = make_float2(seen[d][2 * h], seen[d][2 * h + 1]);
+            if (t == 0) *(float2*)(at + 16 * PS + (g + 8 * h) * 2) = make_float2(best[h], total[h]);
         }
     }
-    #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        total[h] += __shfl_xor_sync(~0u, total[h], 1);
-        total[h] += __shfl_xor_sync(~0u, total[h], 2);
-        if (row[h] < p.rows) {
-            float inverse = 1.0f / total[h];
-            #pragma unroll
-            for (int d = 0; d < D / 8; d++)
-                *(u32*)(p.out + ((size_t)(head * (D / 8) + d) * R + row[h]) * 8 + t * 2) = rounded(seen[d][2 * h] * inverse, seen[d][2 * h + 1] * inverse);
+    consumers_meet();
+    if (thread < 16 * D / 4) {
+        const int row = thread / (D / 4), d = thread % (D / 4) * 4;
+        const float* part = (const float*)(OWN ? memory + L::X : memory + L::KEYS);
+        float top = -1e30f, all = 0, y[4] = {0, 0, 0, 0};
+        #pragma unroll 4
+        for (int w = 0; w < parts; w++) top = fmaxf(top, part[w * (L::WARP / 4) + 16 * PS + row * 2]);
+        #pragma unroll 4
+        for (int w = 0; w < parts; w++) {
+            const float2 known = *(const float2*)(part + w * (L::WARP / 4) + 16 * PS + row * 2);
+            const float4 o = *(const float4*)(part + w * (L::WARP / 4) + row * PS + d);
+            const float factor = power_of_two(known.x - top);
+            all = fmaf(factor, known.y, all);
+            y[0] = fmaf(factor, o.x, y[0]), y[1] = fmaf(factor, o.y, y[1]), y[2] = fmaf(factor, o.z, y[2]), y[3] = fmaf(factor, o.w, y[3]);
         }
+        const float inverse = 1.0f / all;
+        const int at = head * D + d;
+        if (first + row < p.rows)
+            *(uint2*)(p.out + ((size_t)(at / 8) * R + first + row) * 8 + at % 8) =
+                make_uint2(rounded(y[0] * inverse, y[1] * inverse), rounded(y[2] * inverse, y[3] * inverse));
     }
 }
 

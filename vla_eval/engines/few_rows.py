@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,8 @@ SUM_UNIT, SQUARE_UNIT = 2.0**24, 2.0**18
 WIDEST = 1536  # rows whose squares fit their whole number: see MOST_SQUARES in few_rows.cu
 _SHARED = 227 * 1024  # bytes of shared memory that a block of such a card can have
 _BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters of four and eight
+MOST_KEYS = 512  # of a context
+_HEAD, _STEPS = 3, 8  # blocks of a head's cluster; steps of 16 inputs that arrive together there
 _SOURCE = Path(__file__).with_name("few_rows.cu")
 
 
@@ -41,6 +44,64 @@ class Product:
     outputs: int
     norm: Norm = "NONE"
     out: Out = "LINEAR"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A LayerNorm, queries, and what each head sees: of a context, or (`own`) of the rows, whose keys and values are made beside the queries."""
+
+    width: int
+    head_width: int
+    own: bool
+
+    def check(self) -> None:
+        """Raises ValueError for widths that the kernels do not take."""
+        if self.width % (_STEPS * 16 * _HEAD) or self.width > 1536 or self.head_width % 16 or self.head_width > 64:
+            raise ValueError(f"rows of {self.width} numbers in multiples of {_STEPS * 16 * _HEAD}, heads of {self.head_width} up to 64")
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_width
+
+    @property
+    def asked(self) -> Product:
+        """The product that makes queries, or queries, keys and values."""
+        return Product(self.width, (3 if self.own else 1) * self.width, "LAYER")
+
+    @property
+    def arguments(self) -> str:
+        """Of the templates `glance` and `Glance`, for 48 rows."""
+        return f"6, {self.width}, {self.head_width}, {str(self.own).lower()}"
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a block; the compiler checks this against the kernel's own count."""
+        r, d = 48, self.head_width
+        inputs = self.width if self.own else self.width // _HEAD
+        chunks, spaced, sums = inputs // 16 // _STEPS, d + 8, d + 4
+        queries = -(-(512 + COPIES * r * 16 + r * 8 + 8 * d + (0 if self.own else 2 * (MOST_KEYS + 8))) // 128) * 128
+        keys = queries + 32 * spaced + (4 * r * spaced if self.own else 64 * _HEAD * sums)
+        rows = -(-(keys + (0 if self.own else 16 * 64 * spaced)) // 128) * 128
+        return rows + max(inputs // 8 * r * 16, 16 * r * sums) + min(chunks, 5) * _STEPS * 32 * d + 256
+
+    def pack(self, weight: Vector) -> Vector:
+        """[N, K] in the order in which a head's three blocks read it: by head, block, 16 inputs, 8 of them, output.
+
+        A block has the head's queries, keys or values with all inputs, or its queries with a third of them.
+        """
+        h, d, k = self.heads, self.head_width, self.width
+        if self.own:
+            tiles = weight.reshape(3, h, d, k).transpose(1, 0, 2, 3)
+        else:
+            tiles = weight.reshape(h, d, _HEAD, k // _HEAD).transpose(0, 2, 1, 3)
+        cut = tiles.reshape(h, _HEAD, d, -1, 2, 8)
+        return np.ascontiguousarray(cut.transpose(0, 1, 3, 4, 2, 5)).reshape(-1)
+
+    def unpack(self, packed: Vector) -> Vector:
+        """What `pack` was given."""
+        h, d, k = self.heads, self.head_width, self.width
+        tiles = packed.reshape(h, _HEAD, -1, 2, d, 8).transpose(0, 1, 4, 2, 3, 5).reshape(h, _HEAD, d, -1)
+        return np.ascontiguousarray(tiles.transpose(1, 0, 2, 3) if self.own else tiles.transpose(0, 2, 1, 3)).reshape(-1, k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +187,7 @@ def rows_on_card(x: Vector, rows: int) -> Vector:
     return out
 
 
-class _Fields(ctypes.Structure):
+class Fields(ctypes.Structure):
     """A kernel's argument: pointers by buffer, the rest as numbers."""
 
     def fill(self, values: Mapping[str, Buffer | int | float | None]) -> None:
@@ -134,50 +195,57 @@ class _Fields(ctypes.Structure):
             setattr(self, name, value.pointer if isinstance(value, Buffer) else value)
 
 
-def _fields(pointers: str, integers: str, floats: str = "") -> list[tuple[str, type]]:
+def fields(pointers: str, integers: str, floats: str = "") -> list[tuple[str, type]]:
+    """What a structure of `Fields` holds, by names."""
     kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int), (floats, ctypes.c_float))
     return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
-class _Product(_Fields):
-    _fields_ = _fields("weight bias lost stats rows_in late gate base scale wide narrow told", "rows first out_width", "eps")
+class _Product(Fields):
+    _fields_ = fields("weight bias lost stats rows_in late gate base scale wide narrow told", "rows first out_width", "eps")
 
 
-class _Attention(_Fields):
-    _fields_ = _fields("q k v mask out", "q_stride kv_stride rows keys constant", "scale")
+class _Look(Fields):
+    _fields_ = fields("weight bias lost stats rows_in k v mask out", "rows keys", "scale eps")
 
 
-class _Shared(_Fields):
-    _fields_ = _fields("own k v rotary out", "rows keys heads", "scale")
+class _Shared(Fields):
+    _fields_ = fields("own k v rotary out", "rows keys heads", "scale")
 
 
-class _Project(_Fields):
-    _fields_ = _fields("x weight bias scale wide narrow told", "rows inputs outputs")
+class _Project(Fields):
+    _fields_ = fields("x weight bias scale wide narrow told", "rows inputs outputs")
 
 
-class _Finish(_Fields):
-    _fields_ = _fields("wide scale shift weight bias out", "rows inputs outputs", "eps")
+class _Finish(Fields):
+    _fields_ = fields("wide scale shift weight bias out", "rows inputs outputs", "eps")
 
 
-class _Begin(_Fields):
-    _fields_ = _fields("x out stats", "rows first width padded slots")
+class _Begin(Fields):
+    _fields_ = fields("x out stats", "rows first width padded slots")
 
 
 class FewRows:
     """The kernels compiled for some products, on one card. Every call gives work to its stream; nothing is checked on the device."""
 
-    def __init__(self, card: Card, products: Sequence[Product], rows: int, *, dtype: str, head_width: int) -> None:
+    def __init__(
+        self, card: Card, products: Sequence[Product], rows: int, *, dtype: str, head_width: int, looks: Sequence[Look] = ()
+    ) -> None:
         """`rows` are padded to 16 or 48. Raises ValueError for a product that the kernels do not take, VlaEvalError where they fail."""
         self.card, self.rows, self._head_width = card, rows, head_width
         self.padded = padded(rows)
         self.tiles = {product: tile_for(product, self.padded) for product in dict.fromkeys(products)}
         self._names = {product: f"product_{i}" for i, product in enumerate(self.tiles)}
-        source = _SOURCE.read_text(encoding="utf-8") + entries(self._names, self.tiles, head_width, self.padded)
+        self._looks = {look: f"look_{i}" for i, look in enumerate(dict.fromkeys(looks))}
+        source = _SOURCE.read_text(encoding="utf-8") + entries(self._names, self.tiles, head_width, self.padded, self._looks)
         code = compiled(source, f"{CARD}a", f'-DKIND="{KINDS[dtype]}"', "-default-device")
-        self._kernels = card.kernels(code, [*self._names.values(), *_others(head_width, self.padded)])
+        self._kernels = card.kernels(code, [*self._names.values(), *self._looks.values(), *_others(head_width, self.padded)])
         for product, name in self._names.items():
             card.allow_shared(self._kernels[name], self.tiles[product].shared)
-        card.allow_shared(self._kernels["attention" if self.padded == 48 else "attention_shared"], _SHARED)
+        for look, name in self._looks.items():
+            card.allow_shared(self._kernels[name], look.shared)
+        if self.padded == 16:
+            card.allow_shared(self._kernels["attention_shared"], _SHARED)
 
     def product(self, product: Product, *, rows: int | None = None, **values: Buffer | int | float | None) -> None:
         """Multiply. Values are the fields of `Product` in few_rows.cu."""
@@ -185,14 +253,13 @@ class FewRows:
         fields = _Product(rows=self.rows if rows is None else rows)
         self._launch(self._names[product], fields, values, tile.blocks, tile.threads, cluster=tile.cluster, shared=tile.shared)
 
-    def attention(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
-        """Every row over the keys of its head: softmax(q k^T · head_width^-0.5) v. Values are the fields of `Attention`."""
-        room = -(-keys // 32) * 32
-        shared = room * (self._head_width + 8) * 2 * 2 + (room + 1) * 4
-        self._launch("attention", _Attention(rows=self.rows, keys=keys, scale=self._scale), values, heads, 2 * self.padded, shared=shared)
+    def look(self, look: Look, keys: int, **values: Buffer | int | float | None) -> None:
+        """Norm, queries and softmax(q k^T · head_width^-0.5) v, of each head. Values are the fields of `Look` in few_rows.cu."""
+        fields = _Look(rows=self.rows, keys=keys, scale=self._scale)
+        self._launch(self._looks[look], fields, values, _HEAD * look.heads, 576, cluster=_HEAD, shared=look.shared)
 
     def attention_shared(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
-        """As `attention`, where all heads share their keys and the rows' own come behind them. Values are the fields of `Shared`."""
+        """softmax(q k^T · head_width^-0.5) v, where all heads share their keys and the rows' own come behind them: fields of `Shared`."""
         share, d, rows = math.ceil(math.ceil((keys + self.rows) / 8) / 16) * 16, self._head_width, self.padded
         halves = 2 * share * (d + 8) + rows * (d + 8) + rows * (share + 8)
         shared = 2 * halves + 4 * (rows * (share + 4) + rows * (d + 4) + 2 * rows)
@@ -213,16 +280,12 @@ class FewRows:
         blocks = -(-self.rows * outputs // 8)
         self._launch("project_out_step", _Finish(rows=self.rows, inputs=inputs, outputs=outputs), values, blocks, 256)
 
-    def most_keys(self) -> int:
-        """The keys of a head that fit a block's shared memory."""
-        return (_SHARED - 4) // ((self._head_width + 8) * 4 + 4) // 32 * 32
-
     @property
     def _scale(self) -> float:
         return float(self._head_width**-0.5 * math.log2(math.e))
 
     def _launch(
-        self, name: str, fields: _Fields, values: Mapping[str, Buffer | int | float | None], blocks: int, threads: int, *, cluster: int = 1,
+        self, name: str, fields: Fields, values: Mapping[str, Buffer | int | float | None], blocks: int, threads: int, *, cluster: int = 1,
         shared: int = 0, early: bool = True,
     ) -> None:  # fmt: skip
         fields.fill(values)
@@ -236,13 +299,20 @@ def padded(rows: int) -> int:
     return 16 if rows <= 16 else 48
 
 
-def entries(names: Mapping[Product, str], tiles: Mapping[Product, Tile], head_width: int, rows: int) -> str:
+def entries(
+    names: Mapping[Product, str], tiles: Mapping[Product, Tile], head_width: int, rows: int, looks: Mapping[Look, str] = MappingProxyType({})
+) -> str:
     """The kernels by name, for the compiler; it refuses a tile whose shared memory is counted otherwise here."""
     text = [
         f'static_assert(Tile<{", ".join(tile.arguments.split(", ")[:7])}, {product.out}>::BYTES == {tile.shared}, "shared memory");\n'
         f'extern "C" __global__ void __launch_bounds__({tile.threads}, {2 if tile.threads <= 416 else 1}) '
         f"{names[product]}(const __grid_constant__ Product p) {{ product<{tile.arguments}>(p); }}\n"
         for product, tile in tiles.items()
+    ]
+    text += [
+        f'static_assert(Glance<{look.arguments}>::BYTES == {look.shared}, "shared memory");\n'
+        f'extern "C" __global__ void __launch_bounds__(576, 1) {name}(const __grid_constant__ Look p) {{ glance<{look.arguments}>(p); }}\n'
+        for look, name in looks.items()
     ]
     text += [
         f'extern "C" __global__ void __launch_bounds__({threads}) {name}(const __grid_constant__ {fields} p) {{ {call}(p); }}\n'
@@ -255,7 +325,7 @@ def _others(head_width: int, rows: int) -> dict[str, tuple[str, str, int]]:
     """Kernels beside the products: fields, function and threads by name."""
     found = {"begin_step": ("Begin", f"begin<{rows // 8}>", 256)}
     if rows == 48:
-        return {**found, "attention": ("Attention", f"attend<{head_width}, {rows}>", 2 * rows)}
+        return found
     return {
         **found, "attention_shared": ("Shared", f"attend_shared<{head_width}>", 128),
         "project_in_step": ("Project", f"project_in<{rows // 8}>", 256), "project_out_step": ("Finish", f"project_out<{rows // 8}>", 256),
@@ -264,9 +334,9 @@ def _others(head_width: int, rows: int) -> dict[str, tuple[str, str, int]]:
 
 def _shared(rows: int, inputs: int, cluster: int, groups: int, steps: int, stages: int, out: Out) -> int:
     done, part = 64 // cluster, inputs // cluster
-    fixed = 512 + COPIES * rows * 16 + rows * 8 + 16 * done + (done * rows * 4 if out == "RESIDUAL" else 0)
+    fixed = 512 + COPIES * rows * 16 + rows * 8 + 16 * done + (done * rows * 4 if out == "RESIDUAL" else 0) + (rows * 256 if cluster > 1 else 0)
     x = -(-fixed // 128) * 128
-    return max(x + part // 8 * rows * 16 + stages * 64 * steps * 32, x + rows * 68 * 4 * (groups - 1 if groups > 2 else 1))
+    return max(x + part // 8 * rows * 16 + stages * 64 * steps * 32, x + rows * 68 * 4 * groups)
 
 
 # The same in numpy, in float32, without padding: rows are [T, K] and what the kernels keep packed is plain.
@@ -298,6 +368,17 @@ def product(
         case _:
             pass
     return y
+
+
+def look(
+    x: Array, weight: Array, p: Look, *, bias: Array, lost: Array, stats: Array, eps: float,
+    context: tuple[Array, Array, NDArray[np.bool_]] | None = None,
+) -> Array:  # fmt: skip
+    """What `FewRows.look` gives [T, W]; the context is keys and values [S, W] and which of them are seen."""
+    asked, w = product(x, weight, p.asked, bias=bias, lost=lost, stats=stats, eps=eps), p.width
+    if context is None:
+        return attention(asked[:, :w], asked[:, w : 2 * w], asked[:, 2 * w :], p.heads)
+    return attention(asked, *context[:2], p.heads, context[2])
 
 
 def sums(x: Array) -> Array:

@@ -18,7 +18,7 @@ from scipy.special import erf
 
 from ..types import BadRequest, VlaEvalError
 from .card import Buffer, Card
-from .few_rows import KINDS, _Fields, _fields, _gelu_tanh, _silu
+from .few_rows import KINDS, Fields, _gelu_tanh, _silu, fields
 from .few_rows import attention as attention_of_heads
 from .kernels import compiling
 
@@ -45,32 +45,32 @@ class _Shape(NamedTuple):
     adds: bool
 
 
-class _Norm(_Fields):
-    _fields_ = _fields("x more weight bias out", "width layer", "eps")
+class _Norm(Fields):
+    _fields_ = fields("x more weight bias out", "width layer", "eps")
 
 
-class _Turn(_Fields):
-    _fields_ = _fields("x table q_norm k_norm q k v", "rows stride q_heads k_heads q_stride kv_stride", "eps")
+class _Turn(Fields):
+    _fields_ = fields("x table q_norm k_norm q k v", "rows stride q_heads k_heads q_stride kv_stride", "eps")
 
 
-class _Attention(_Fields):
-    _fields_ = _fields("q k v out", "q_stride kv_stride out_stride length groups causal", "scale")
+class _Attention(Fields):
+    _fields_ = fields("q k v out", "q_stride kv_stride out_stride length groups causal", "scale")
 
 
-class _Gate(_Fields):
-    _fields_ = _fields("x out", "rows width kind")
+class _Gate(Fields):
+    _fields_ = fields("x out", "rows width kind")
 
 
-class _Corners(_Fields):
-    _fields_ = _fields("table index share out", "rows width")
+class _Corners(Fields):
+    _fields_ = fields("table index share out", "rows width")
 
 
-class _Angles(_Fields):
-    _fields_ = _fields("angles table", "rows half")
+class _Angles(Fields):
+    _fields_ = fields("angles table", "rows half")
 
 
-class _Patches(_Fields):
-    _fields_ = _fields("x out", "views side patch width")
+class _Patches(Fields):
+    _fields_ = fields("x out", "views side patch width")
 
 
 class ManyRows:
@@ -172,11 +172,11 @@ class ManyRows:
             self.card.allow_shared(kernels[f"attend_{d}"], shared_of(d))
         return kernels
 
-    def _stride(self, name: str, argument: _Fields, values: Mapping[str, Buffer | None], items: int) -> None:
+    def _stride(self, name: str, argument: Fields, values: Mapping[str, Buffer | None], items: int) -> None:
         self._launch(name, argument, values, min(_BLOCKS, -(-items // _THREADS)), _THREADS)
 
     def _launch(
-        self, name: str, argument: _Fields, values: Mapping[str, Buffer | None], blocks: int | tuple[int, int, int], threads: int, *,
+        self, name: str, argument: Fields, values: Mapping[str, Buffer | None], blocks: int | tuple[int, int, int], threads: int, *,
         shared: int = 0,
     ) -> None:  # fmt: skip
         argument.fill(values)

@@ -66,14 +66,15 @@ class InNumpy:
         if narrow is not None:
             self.buffers[narrow] = y * (vector("scale") if vector("scale") is not None else np.float32(1))
 
-    def attention(self, block: int) -> None:
-        w, asked = self.s.width, self.buffers["asked"]
+    def look(self, block: int, step: int, source: str, *, stats: int, narrow: str) -> None:
+        context, name = None, f"{block}.in"
         if self.s.crosses(block):
-            k, v = (self.buffers[f"cross_{letter}_layer{block:02d}"].reshape(-1, w) for letter in "kv")
-            mask = self.buffers[f"{self.s.sees(block)}_attention_mask"].ravel()
-        else:
-            k, v, mask = asked[:, w : 2 * w], asked[:, 2 * w :], None
-        self.buffers["seen"] = few_rows.attention(asked[:, :w], k, v, self.s.heads, mask)
+            k, v = (self.buffers[f"cross_{letter}_layer{block:02d}"].reshape(-1, self.s.width) for letter in "kv")
+            context = k, v, self.buffers[f"{self.s.sees(block)}_attention_mask"].ravel()
+        self.buffers[narrow] = few_rows.look(
+            self.buffers[source], self.made[name].weight(), self.s.look(block), bias=self.vectors[f"{name}.bias"][step],
+            lost=self.vectors[f"{name}.lost"][step], stats=self.sums[stats], eps=dit.eps_of(name), context=context,
+        )  # fmt: skip
 
 
 def velocities(
@@ -166,11 +167,23 @@ def test_every_product_of_the_released_model_has_a_tile_that_fits_the_card() -> 
         assert tile.inputs % (16 * tile.cluster * tile.steps) == 0 == tile.steps % tile.warp_groups
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_heads_blocks_read_is_packed_in_their_order(own: bool) -> None:
+    look = few_rows.Look(1536, 48, own)
+    weight = np.random.default_rng(0).standard_normal((look.asked.outputs, 1536)).astype(np.float16)
+    packed, inputs = look.pack(weight).reshape(32, 3, -1), 1536 if own else 512
+    for head, block, step, k, output in [(0, 0, 0, 0, 0), (5, 1, 3, 15, 47), (31, 2, inputs // 16 - 1, 9, 17)]:
+        row = (block * 1536 if own else 0) + head * 48 + output
+        column = (0 if own else block * 512) + step * 16 + k
+        assert packed[head, block, ((2 * step + k // 8) * 48 + output) * 8 + k % 8] == weight[row, column]
+    assert np.array_equal(look.unpack(look.pack(weight)), weight)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"dtype": "fp32"}, "--dtype fp16 or bf16"),
-        ({"dtype": "fp16"}, "multiples of 64"),  # the tiny network is 36 wide
+        ({"dtype": "fp16"}, "multiples of 384"),  # the tiny network is 36 wide
     ],
 )
 def test_kernels_are_refused_before_anything_is_written(change: dict[str, Any], said: str, tmp_path: Path) -> None:
