@@ -21,7 +21,9 @@ _FIELDS = ("weight", "bias", "lost", "late", "gate", "scale")
 class Workspace:
     """Buffers by name: those of the request, which are freed with it, and those that are bound to it."""
 
-    def __init__(self, kernels: FewRows, products: Mapping[str, Product], slots: int, looks: Mapping[str, Look] = MappingProxyType({})) -> None:
+    def __init__(
+        self, kernels: FewRows, products: Mapping[str, Product], slots: int, looks: Mapping[str, Look] = MappingProxyType({})
+    ) -> None:
         """`slots` norms are summed up in a step."""
         self.kernels, self.card, self._products, self._looks, self.slots = kernels, kernels.card, products, looks, slots
         self.buffers: dict[str, Buffer] = {}
@@ -66,13 +68,16 @@ class Workspace:
         self.kernels.product(self._products[name], **values)
 
     def look(
-        self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, keys: int, *, stats: int, out: str, eps: float, **context: Buffer
+        self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, keys: int, *, stats: int, out: str, eps: float,
+        **context: Buffer,
     ) -> None:  # fmt: skip
         """What heads see, by name, as `product`; the context is keys `k`, values `v` and the `mask` of those that are seen."""
         values = self._known(name, vectors, source, eps, {"stats": self.slot(stats), "out": self.buffers[out], **context})
         self.kernels.look(self._looks[name], keys, **values)
 
-    def _known(self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, eps: float, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _known(
+        self, name: str, vectors: Sequence[Mapping[str, Buffer]], source: str, eps: float, more: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The fields of a kernel whose vectors are some of `vectors`."""
         found = {field: known[f"{name}.{field}"] for field in _FIELDS for known in vectors if f"{name}.{field}" in known}
         return {"rows_in": self.buffers[source], "eps": eps, **found, **more}

@@ -318,7 +318,14 @@ class Rows(few_rows.FewRows):
     emulated: Emulated
 
     def __init__(
-        self, card: Card, products: Sequence[few_rows.Product], rows: int, *, dtype: str, head_width: int, looks: Sequence[few_rows.Look] = ()
+        self,
+        card: Card,
+        products: Sequence[few_rows.Product],
+        rows: int,
+        *,
+        dtype: str,
+        head_width: int,
+        looks: Sequence[few_rows.Look] = (),
     ) -> None:
         self.card, self.rows, self._head_width, self.padded = card, rows, head_width, few_rows.padded(rows)
         self.tiles = {product: few_rows.tile_for(product, self.padded) for product in products}

@@ -250,7 +250,9 @@ class DitEngine:
         if shapes["state"][0] != 1:
             raise BadRequest(f"{self.where}: the kernels answer one robot at a time; take --option kernels=no")
         if (tokens := shapes["text_attention_mask"][-1]) > MOST_KEYS:
-            raise BadRequest(f"{self.where}: the kernels take prompts of {MOST_KEYS} tokens, this one has {tokens}; take --option kernels=no")
+            raise BadRequest(
+                f"{self.where}: the kernels take prompts of {MOST_KEYS} tokens, this one has {tokens}; take --option kernels=no"
+            )
         return DitBound(self, tokens)
 
     def step_of(self, modulation: Vector, time_bias: Vector) -> int:

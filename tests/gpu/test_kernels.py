@@ -131,9 +131,9 @@ def test_what_heads_see_is_what_numpy_sees(card: Card, keys: int, seen: int | No
     x, scale = (rng.standard_normal((rows, w)) * 2 + 1).astype(np.float32), rng.uniform(0.5, 1.5, w).astype(np.float32)
     fed, (bias, lost) = (x * scale).astype(np.float16), rng.standard_normal((2, n)).astype(np.float32)
     values: dict[str, Any] = {
-        "weight": card.load(look.pack(weight)), "bias": card.load(bias), "lost": card.load(lost), "stats": card.load(whole_sums(x, made.padded)),
-        "rows_in": card.load(rows_on_card(fed, made.padded)), "out": card.load(np.full((w // 8, made.padded, 8), 7, np.float16)),
-        "eps": 1e-5,
+        "weight": card.load(look.pack(weight)), "bias": card.load(bias), "lost": card.load(lost),
+        "stats": card.load(whole_sums(x, made.padded)), "rows_in": card.load(rows_on_card(fed, made.padded)),
+        "out": card.load(np.full((w // 8, made.padded, 8), 7, np.float16)), "eps": 1e-5,
     }  # fmt: skip
     context = None
     if seen is not None:

@@ -4,7 +4,7 @@
 // (programmatic dependent launch): it asks for its weights at once, and waits before it reads what the predecessor wrote.
 //
 // Products: a cluster of C blocks shares a tile of N outputs. Each block multiplies a slice of K, weights as the left operand (64 outputs to
-// a warp group), and gives its partial sums to who finishes them, who adds C of them, always in the same order. A norm costs no pass of its own:
+// a warp group), and the C partial sums meet over the cluster's shared memory, always in the same order. A norm costs no pass of its own:
 // who writes rows scales them by (1 + scale) of the norm that reads them next, and adds up their sums and squares as whole numbers, so that
 // the order does not matter; who reads multiplies the scaled rows and applies the norm to the products, since
 // sum_k w_k ((x_k - m) r (1 + s_k) + t_k) = r (sum_k w_k (1 + s_k) x_k - m u) + c.
@@ -28,6 +28,7 @@ DEVICE float power_of_two(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" :
 
 DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void leave_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }  // orders no memory
 DEVICE void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 cluster_rank() { u32 r; asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
@@ -62,16 +63,6 @@ DEVICE void load_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
 }
 DEVICE void prefetch(const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
-
-// To another block of the cluster, whose barrier counts the bytes.
-DEVICE void give(u32 to, u32 barrier, u32 rank, float a, float b, float c, float d) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-                 :: "r"(in_block(to, rank)), "f"(a), "f"(b), "f"(c), "f"(d), "r"(in_block(barrier, rank)) : "memory");
-}
-DEVICE void give(u32 to, u32 barrier, u32 rank, u32 a, u32 b) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
-                 :: "r"(in_block(to, rank)), "r"(a), "r"(b), "r"(in_block(barrier, rank)) : "memory");
 }
 
 DEVICE void load_matrices(u32 (&m)[4], u32 address) {
@@ -145,21 +136,20 @@ struct Tile {
     static constexpr int COLUMN = R * 16, PS = TN + 4;  // bytes of eights of K; words between rows of sums: banks stay apart
     static constexpr int CHUNK = TN * J * 32, ROWS_CHUNK = J * 2 * COLUMN;
     static constexpr int F = TN / C;  // outputs that a block finishes
-    static constexpr int STATS = 512, FAR = STATS + COPIES * R * 16 + R * 8, OLD = RESIDUAL_OLD ? F * R * 4 : 0;
-    static constexpr int PARTS = FAR + 4 * F * 4 + OLD, X = (PARTS + (C > 1 ? R * TN * 4 : 0) + 127) / 128 * 128, RING = X + KS / 8 * COLUMN;
-    static constexpr int WITH_RING = RING + S * CHUNK, WITH_SUMS = X + R * PS * 4 * W;
+    static constexpr int STATS = 512, FAR = STATS + COPIES * R * 16 + R * 8, X = (FAR + 4 * F * 4 + (RESIDUAL_OLD ? F * R * 4 : 0) + 127) / 128 * 128, RING = X + KS / 8 * COLUMN;
+    static constexpr int WITH_RING = RING + S * CHUNK, WITH_SUMS = X + R * PS * 4 * (W > 2 ? W - 1 : 1);
     static constexpr int BYTES = WITH_RING > WITH_SUMS ? WITH_RING : WITH_SUMS;
-    static_assert(K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && 2 * S + CHUNKS < 62 && TN / C % 8 == 0, "tile");
+    static_assert(K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && 2 * S + CHUNKS < 64 && TN / C % 8 == 0, "tile");
 };
 
-template <int N>
-DEVICE void add_parts(float (&y)[4], const float* part, int apart) {  // N of them, always in the same order
-    float4 found[N];
+template <int C>
+DEVICE void add_parts(float (&y)[4], const float* sums, u32 address) {
+    float4 part[C];
     #pragma unroll
-    for (int n = 0; n < N; n++) found[n] = *(const float4*)(part + n * apart);
-    y[0] = found[0].x, y[1] = found[0].y, y[2] = found[0].z, y[3] = found[0].w;
+    for (int c = 0; c < C; c++) part[c] = C > 1 ? load_from_cluster(in_block(address, c)) : *(const float4*)sums;
+    y[0] = part[0].x, y[1] = part[0].y, y[2] = part[0].z, y[3] = part[0].w;
     #pragma unroll
-    for (int n = 1; n < N; n++) y[0] += found[n].x, y[1] += found[n].y, y[2] += found[n].z, y[3] += found[n].w;
+    for (int c = 1; c < C; c++) y[0] += part[c].x, y[1] += part[c].y, y[2] += part[c].z, y[3] += part[c].w;
 }
 DEVICE void get(float (&to)[4], const float* from) {
     const float4 a = *(const float4*)from;
@@ -173,7 +163,7 @@ DEVICE void product(const Product& p) {
     extern __shared__ __align__(128) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4, g = group % G, w = group / G;
     const u32 base = shared_address(memory), rank = C > 1 ? cluster_rank() : 0, tile = blockIdx.x / C;
-    const u32 full = base, empty = base + 8 * S, here = base + 16 * S, near = here + 8 * CHUNKS, given = near + 8;
+    const u32 full = base, empty = base + 8 * S, here = base + 16 * S, near = here + 8 * CHUNKS;
     float* sums = (float*)(memory + L::X);
     const bool loads = warp == THREADS / 32 - 1;
 
@@ -182,16 +172,13 @@ DEVICE void product(const Product& p) {
         for (int s = 0; s < S; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, G * W);
         for (int c = 0; c < CHUNKS; c++) barrier_init(here + 8 * c, 1);
         barrier_init(near, 1);
-        if (C > 1) barrier_init(given, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
-        if (C > 1) barrier_expect(given, R * TN * 4);
         for (int s = 0; s < S; s++) load_bulk(base + L::RING + s * L::CHUNK, weights + (size_t)s * L::CHUNK, L::CHUNK, full + 8 * s);
         if (S < CHUNKS) prefetch(weights + (size_t)S * L::CHUNK, (CHUNKS - S) * L::CHUNK);  // the rest, into the second level cache
     }
     let_successor_start();
     __syncthreads();  // barriers stand
-    if constexpr (C > 1) arrive_at_cluster();
 
     // What each thread will finish: eight outputs of a row. What that takes comes into shared memory meanwhile.
     constexpr int F = L::F, DONE = OUT == GATE_UP ? F / 2 : F, ITEMS = DONE / 4 * R, TURNS = (ITEMS + THREADS - 1) / THREADS;
@@ -270,35 +257,50 @@ DEVICE void product(const Product& p) {
 
     __syncthreads();  // the sums lie where rows and weights were
     float* own = sums + (lane & 3) * 2 * PS + g * 64 + (warp & 3) * 16 + (lane >> 2);
-    if (!loads) {
+    constexpr int PART = R * PS;
+    if constexpr (W > 1) {
+        if (w > 0 && !loads) {
+            #pragma unroll
+            for (int r = 0; r < R8; r++) {
+                float* at = own + (w - 1) * PART + r * 8 * PS;
+                at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
+            }
+        }
+        __syncthreads();
+        if (w == 0) {
+            #pragma unroll
+            for (int other = 0; other < W - 1; other++)
+                #pragma unroll
+                for (int r = 0; r < R8; r++) {
+                    const float* at = own + other * PART + r * 8 * PS;
+                    sum[r][0] += at[0], sum[r][1] += at[PS], sum[r][2] += at[8], sum[r][3] += at[PS + 8];
+                }
+        }
+    }
+    if (w == 0 && !loads) {
         #pragma unroll
         for (int r = 0; r < R8; r++) {
-            float* at = own + w * R * PS + r * 8 * PS;
+            float* at = own + r * 8 * PS;
             at[0] = sum[r][0], at[PS] = sum[r][1], at[8] = sum[r][2], at[PS + 8] = sum[r][3];
         }
     }
-    __syncthreads();
-    if constexpr (C > 1) {
-        wait_for_cluster();  // the others' barriers stand
-        for (int i = thread; i < TN / 4 * R; i += THREADS) {  // four sums of a row, to who finishes them
-            const int row = i / (TN / 4), f = i % (TN / 4) * 4;
-            float y[4];
-            add_parts<W>(y, sums + row * PS + f, R * PS);
-            give(base + L::PARTS + ((rank * R + row) * L::F + f % L::F) * 4, given, f / L::F, y[0], y[1], y[2], y[3]);
-        }
-        barrier_wait(given, 0);
-    }
+    if constexpr (C > 1) arrive_at_cluster(); else __syncthreads();
+
     barrier_wait(near, 0);
-    const float* parts = C > 1 ? (const float*)(memory + L::PARTS) : sums;
-    constexpr int WIDE = C > 1 ? F : PS;
+    if constexpr (C > 1) wait_for_cluster();
     #pragma unroll 1
     for (int turn = 0; turn < TURNS; turn++) {
         const int i = thread + turn * THREADS, row = i % R, f = i / R * 4, n = n0 + f;
         const bool there = i < ITEMS && row < p.rows;
         float y[4], up[4], more[4], squares = 0;
         if (there) {
-            add_parts<C == 1 ? W : C>(y, parts + row * WIDE + f, R * WIDE);
-            if constexpr (OUT == GATE_UP) add_parts<C == 1 ? W : C>(up, parts + row * WIDE + f + DONE, R * WIDE);
+            add_parts<C>(y, sums + row * PS + rank * F + f, base + L::X + (row * PS + rank * F + f) * 4);
+            if constexpr (OUT == GATE_UP)
+                add_parts<C>(up, sums + row * PS + rank * F + f + DONE, base + L::X + (row * PS + rank * F + f + DONE) * 4);
+        }
+        if constexpr (C > 1) {
+            __syncwarp();
+            if (turn == TURNS - 1) leave_cluster();
         }
         if (!there) continue;
         const size_t packed = ((size_t)(n / 8) * R + row) * 8 + n % 8;
@@ -373,6 +375,10 @@ DEVICE void product(const Product& p) {
         if (p.narrow)
             *(uint2*)(p.out_width ? p.narrow + (size_t)row * p.out_width + n : p.narrow + packed) = make_uint2(rounded(y[0], y[1]), rounded(y[2], y[3]));
     }
+    if constexpr (C > 1) {  // nobody leaves while another still reads its sums
+        __syncwarp();
+        wait_for_cluster();
+    }
 }
 
 struct Begin {
@@ -408,6 +414,15 @@ struct Look {
     float scale, eps;   // of the scores, times log2(e)
 };
 
+// To another block of the cluster, whose barrier counts the bytes.
+DEVICE void give(u32 to, u32 barrier, u32 rank, float a, float b, float c, float d) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                 :: "r"(in_block(to, rank)), "f"(a), "f"(b), "f"(c), "f"(d), "r"(in_block(barrier, rank)) : "memory");
+}
+DEVICE void give(u32 to, u32 barrier, u32 rank, u32 a, u32 b) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+                 :: "r"(in_block(to, rank)), "r"(a), "r"(b), "r"(in_block(barrier, rank)) : "memory");
+}
 DEVICE void consumers_meet() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
 
 // A head's cluster of three blocks. Where rows look at one another, one block makes the head's queries, one its keys, one its values, each from

@@ -48,7 +48,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A LayerNorm, queries, and what each head sees: of a context, or (`own`) of the rows, whose keys and values are made beside the queries."""
+    """A LayerNorm, queries, and what each head sees: of a context, or (`own`) of the rows, whose keys and values are made beside them."""
 
     width: int
     head_width: int
@@ -300,7 +300,11 @@ def padded(rows: int) -> int:
 
 
 def entries(
-    names: Mapping[Product, str], tiles: Mapping[Product, Tile], head_width: int, rows: int, looks: Mapping[Look, str] = MappingProxyType({})
+    names: Mapping[Product, str],
+    tiles: Mapping[Product, Tile],
+    head_width: int,
+    rows: int,
+    looks: Mapping[Look, str] = MappingProxyType({}),
 ) -> str:
     """The kernels by name, for the compiler; it refuses a tile whose shared memory is counted otherwise here."""
     text = [
@@ -334,9 +338,9 @@ def _others(head_width: int, rows: int) -> dict[str, tuple[str, str, int]]:
 
 def _shared(rows: int, inputs: int, cluster: int, groups: int, steps: int, stages: int, out: Out) -> int:
     done, part = 64 // cluster, inputs // cluster
-    fixed = 512 + COPIES * rows * 16 + rows * 8 + 16 * done + (done * rows * 4 if out == "RESIDUAL" else 0) + (rows * 256 if cluster > 1 else 0)
+    fixed = 512 + COPIES * rows * 16 + rows * 8 + 16 * done + (done * rows * 4 if out == "RESIDUAL" else 0)
     x = -(-fixed // 128) * 128
-    return max(x + part // 8 * rows * 16 + stages * 64 * steps * 32, x + rows * 68 * 4 * groups)
+    return max(x + part // 8 * rows * 16 + stages * 64 * steps * 32, x + rows * 68 * 4 * (groups - 1 if groups > 2 else 1))
 
 
 # The same in numpy, in float32, without padding: rows are [T, K] and what the kernels keep packed is plain.

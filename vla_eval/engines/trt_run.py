@@ -147,7 +147,7 @@ class Plans:
         for contents in as_completed(list(waiting)):
             plan = waiting.pop(contents)  # its bytes go with it
             loaded[plan.component.name] = TrtEngine(plan, self._card)
-        scratch = sum(engine.device_bytes() for engine in loaded.values())
+        scratch = sum(plan.device_bytes() for plan in loaded.values())
         if scratch > self._needs["scratch"]:  # a plan that was built where no card could say how much it wants
             tables = max(self._needs["tables"] - (self._card.allocated - self._allocated), 0)  # that are still to come
             _check_room(self._where, self._card, {**self._needs, "plans": 0, "tables": tables, "scratch": scratch})
