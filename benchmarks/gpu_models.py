@@ -71,7 +71,7 @@ def main() -> int:
     truth = parts("float32", lambda note: float32(note, asked, checkpoint, work)) if asked.parity else None
     routes = asked.routes.split(",")
     for route in routes:
-        for batch in dict.fromkeys((asked.batch, 1)) if route == routes[0] else (asked.batch,):
+        for batch in dict.fromkeys((1, asked.batch)) if route == routes[0] else (asked.batch,):
             one_route(parts, asked, route, batch, checkpoint, work, truth if batch == 1 else None)
     if asked.batch > 1:
         parts("samples a second", lambda note: note.update(gain(parts, routes[0], asked.batch)))
@@ -93,7 +93,7 @@ def one_route(parts: Parts, asked: argparse.Namespace, route: str, batch: int, c
     policy = parts(f"{name} load, cached", lambda note: opened(note, bundle))
     policy = None
     gc.collect()
-    if asked.kernels:
+    if asked.kernels and batch == 1:
         policy = parts(f"{name} load, plans", lambda note: opened(note, bundle, kernels="no"))
         if policy is not None:
             rehearsal = policy.rehearse(WORDS[asked.model])
@@ -115,7 +115,7 @@ def asked_of(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle,
         parts(f"{name} rows", lambda note: note.update(rows(policy, asked.model)))
     if asked.leak:
         parts(f"{name} leak", lambda note: note.update(leak(policy, rehearsal, asked.leak)))
-    if asked.rival and name.startswith(asked.routes.split(",")[0]):
+    if asked.rival and name == f"{asked.routes.split(',')[0]} b1":
         parts(f"{name} rival", lambda note: note.update(against(parts, name, asked, rehearsal)))
     if truth is not None:
         chunk = policy.model.runtime(rehearsal.rows)[0].chunk
