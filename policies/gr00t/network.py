@@ -24,7 +24,7 @@ from .configuration import TEXT, VISUAL, Architecture, Text, Vision
 VL_EPS = 1e-5  # of the VL LayerNorm and its refinement blocks
 DIT_EPS = 1e-5
 DIT_OUT_EPS = 1e-6
-SPLIT = 4  # parts of the sums of the DiT's narrow products: 41 rows alone leave most of a GPU idle
+SPLIT = 4  # parts of the sums of the DiT's narrow products: the 41 rows of one robot leave most of a GPU idle; with more, parts cost
 
 
 def visual(g: Graph, a: Architecture, w: Weights, patches: Dim, bounds: Dim) -> None:
@@ -144,17 +144,17 @@ def action(g: Graph, a: Architecture, w: Weights, slot: int, batch: Dim, tokens:
     }
 
     x = g.concat([encoded_state(g, state, w, slot), encoded_action(g, noise, time_bias, w, a, slot)], 1)  # [B, T, W]
-    x = g.label(x, "step.dit_tokens")
+    x, parts = g.label(x, "step.dit_tokens"), SPLIT if batch == 1 else 1
     for i in range(a.dit_layers):
         block, row = w.under("model.transformer_blocks").under(i), g.slice(modulation, 0, i, i + 1)
         if i in a.cross_blocks:
             k, v = (g.transpose(part, (0, 2, 1, 3)) for part in context[i])
-            x = cross_block(g, x, block, a, row, k, v, seen["text" if i % (2 * a.text_every) == 0 else "image"])
+            x = cross_block(g, x, block, a, row, k, v, seen["text" if i % (2 * a.text_every) == 0 else "image"], parts)
         else:
-            x = self_block(g, x, block, a, row)
+            x = self_block(g, x, block, a, row, parts)
         ff = block.under("ff")
         hidden = g.gelu_tanh(linear(g, g.layer_norm(x, eps=DIT_EPS), ff.under("net.0.proj")))
-        x = g.label(g.add(x, split_linear(g, hidden, ff.under("net.2"), SPLIT)), f"step.block_{i:02d}")
+        x = g.label(g.add(x, split_linear(g, hidden, ff.under("net.2"), parts)), f"step.block_{i:02d}")
 
     shift, scale = halves(g, g.slice(modulation, 0, a.dit_layers, a.dit_layers + 1))  # the other order than in the blocks
     x = g.label(linear(g, modulated(g, x, scale, shift, eps=DIT_OUT_EPS), w.under("model.proj_out_2")), "step.dit_output")
@@ -175,21 +175,21 @@ def encoded_action(g: Graph, noise: Value, time_bias: Value, w: Weights, a: Arch
     return g.add(x, g.weight(w["position_embedding.weight"].rows(0, a.horizon)))
 
 
-def cross_block(g: Graph, x: Value, w: Weights, a: Architecture, row: Value, k: Value, v: Value, mask: Value) -> Value:
+def cross_block(g: Graph, x: Value, w: Weights, a: Architecture, row: Value, k: Value, v: Value, mask: Value, parts: int) -> Value:
     scale, shift = halves(g, row)
     y, attention = modulated(g, x, scale, shift, eps=DIT_EPS), w.under("attn1")
     q = heads(g, scaled_linear(g, y, attention.under("to_q"), a.dit_head_dim**-0.5), a.dit_head_dim)
     seen = joined(g, g.attention(q, k, v, scale=1.0, mask=mask))
-    return g.add(x, split_linear(g, seen, attention.under("to_out.0"), SPLIT))
+    return g.add(x, split_linear(g, seen, attention.under("to_out.0"), parts))
 
 
-def self_block(g: Graph, x: Value, w: Weights, a: Architecture, row: Value) -> Value:
+def self_block(g: Graph, x: Value, w: Weights, a: Architecture, row: Value, parts: int) -> Value:
     scale, shift = halves(g, row)
     y, attention = modulated(g, x, scale, shift, eps=DIT_EPS), w.under("attn1")
     q = heads(g, scaled_linear(g, y, attention.under("to_q"), a.dit_head_dim**-0.5), a.dit_head_dim)
     k, v = (heads(g, linear(g, y, attention.under(part)), a.dit_head_dim) for part in ("to_k", "to_v"))
     seen = joined(g, g.attention(q, k, v, scale=1.0))
-    return g.add(x, split_linear(g, seen, attention.under("to_out.0"), SPLIT))
+    return g.add(x, split_linear(g, seen, attention.under("to_out.0"), parts))
 
 
 def feed_forward(g: Graph, x: Value, w: Weights) -> Value:

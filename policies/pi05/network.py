@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from vla_eval.engines.weights import Tensor, Weights
 
 from .configuration import EXPERT, PREFIX, PROJECTOR, VISION, Geometry, Tower, Vision, site_names
 
-SPLIT_IN, SPLIT_WIDE, SPLIT_OUT = 4, 2, 8  # parts of the sums of the expert's products: ten rows alone leave most of a GPU idle
+SPLIT = {"in": 4, "wide": 2, "out": 8}  # parts of the sums of the expert's products: the ten rows of one robot leave most of a GPU idle
 
 
 def visual(g: Graph, a: Geometry, w: Weights, views: Dim) -> None:
@@ -78,28 +79,38 @@ def action(g: Graph, a: Geometry, w: Weights, batch: Dim, tokens: Dim, horizon: 
         for letter in "kv"
     }
     x = g.cast(g.label(linear(g, x, w.under("action_in_proj")), "step.action_tokens"), g.dtype)
+    parts = SPLIT if batch == 1 else dict.fromkeys(SPLIT, 1)
     for i in range(e.layers):
-        x = expert_layer(g, x, w.under(EXPERT).under("layers").under(i), a, i, modulated, rope, seen["k", i], seen["v", i])
+        x = expert_layer(g, x, w.under(EXPERT).under("layers").under(i), a, i, modulated, rope, seen["k", i], seen["v", i], parts)
     scale, shift, _ = site(g, modulated, a.sites - 1, e)
     x = g.label(ada_norm(g, x, scale, shift, a), "step.final_norm")  # float32
     g.output(linear(g, x, w.under("action_out_proj")), "action_pred")
 
 
 def expert_layer(
-    g: Graph, x: Value, w: Weights, a: Geometry, i: int, modulated: Value, rope: Rope, prefix_k: Value, prefix_v: Value
+    g: Graph,
+    x: Value,
+    w: Weights,
+    a: Geometry,
+    i: int,
+    modulated: Value,
+    rope: Rope,
+    prefix_k: Value,
+    prefix_v: Value,
+    parts: Mapping[str, int],
 ) -> Value:  # [B, H, W]
     e, attention = a.expert, w.under("self_attn")
     scale, shift, gate = site(g, modulated, 2 * i, e)
     y = g.cast(ada_norm(g, x, scale, shift, a), g.dtype)
-    q, k, v = (heads(g, split_linear(g, y, attention.under(f"{part}_proj"), SPLIT_IN), e.head_dim) for part in "qkv")
+    q, k, v = (heads(g, split_linear(g, y, attention.under(f"{part}_proj"), parts["in"]), e.head_dim) for part in "qkv")
     q, k = rotate(g, q, rope), rotate(g, k, rope)
     k, v = (g.concat([g.transpose(theirs, (0, 2, 1, 3)), own], 2) for theirs, own in ((prefix_k, k), (prefix_v, v)))
     seen = joined(g, g.attention(q, k, v, scale=e.head_dim**-0.5))
-    x = gated(g, x, split_linear(g, seen, attention.under("o_proj"), SPLIT_OUT), gate)
+    x = gated(g, x, split_linear(g, seen, attention.under("o_proj"), parts["out"]), gate)
     scale, shift, gate = site(g, modulated, 2 * i + 1, e)
     y, mlp = g.cast(ada_norm(g, x, scale, shift, a), g.dtype), w.under("mlp")
-    wide, open_ = (split_linear(g, y, mlp.under(f"{part}_proj"), SPLIT_WIDE) for part in ("up", "gate"))
-    y = split_linear(g, g.mul(g.gelu_tanh(open_), wide), mlp.under("down_proj"), SPLIT_OUT)
+    wide, open_ = (split_linear(g, y, mlp.under(f"{part}_proj"), parts["wide"]) for part in ("up", "gate"))
+    y = split_linear(g, g.mul(g.gelu_tanh(open_), wide), mlp.under("down_proj"), parts["out"])
     return g.label(gated(g, x, y, gate), f"step.layer_{i:02d}")
 
 

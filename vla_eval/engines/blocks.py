@@ -52,6 +52,8 @@ def split_linear(g: Graph, x: Value, w: Weights, parts: int) -> Value:
     weight = w["weight"]
     out, width = weight.shape
     parts = math.gcd(width, parts)
+    if parts == 1:
+        return linear(g, x, w)
     cut = weight.changed(f"split{parts}", lambda a: a.reshape(out, parts, -1).transpose(1, 2, 0), (parts, width // parts, out))
     pieces = g.transpose(g.reshape(x, (0, 0, parts, width // parts)), (0, 2, 1, 3))  # [B, parts, T, K / parts]
     summed = g.sum(g.cast(g.matmul(pieces, g.weight(cut, x.dtype)), "float32"), 1)
