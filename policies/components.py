@@ -85,6 +85,7 @@ class Own:
     make: Callable[[Component, Card], Engine]
     artifacts: Sequence[str]
     blas: bool = True  # whether it multiplies with cuBLAS
+    scratch: Callable[[Component], int] = lambda _: 0  # bytes beside its inputs, outputs and weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,8 @@ def _load(components: Sequence[Component], backend: str, kernels: Kernels | None
 
     own = [component for component in components if component.name in ours]
     packed = sum(component.ahead(*ours[component.name].artifacts) for component in own)
-    plans = Plans([component for component in components if component.name not in ours], card, tables + packed, beside=own)
+    scratch = sum(ours[component.name].scratch(component) for component in own)
+    others = [component for component in components if component.name not in ours]
+    plans = Plans(others, card, tables + packed, beside=own, scratch=scratch)
     made = {component.name: ours[component.name].make(component, card) for component in own}  # while plans are read
     return {**plans.load(), **made}

@@ -6,9 +6,9 @@ B sequences of S rows each, T = B · S rows, W wide.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
@@ -16,10 +16,11 @@ from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
 from vla_eval.engines.graph import PRECISIONS
-from vla_eval.engines.many_rows import WIDEST, ManyRows
+from vla_eval.engines.many_rows import WIDEST, WORKSPACE, ManyRows
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, Vector
 
+from .components import KERNELS, Own, most
 from .workspace import about
 
 PACKED = "rows"  # {PACKED}.safetensors: matrices in half precision, norms in float32
@@ -82,8 +83,57 @@ class Network(Protocol):
     @property
     def attended(self) -> tuple[int, ...]: ...  # widths of heads
     def check(self, inputs: Mapping[str, Vector]) -> str | None: ...  # what of these inputs the kernels take otherwise than the graph
-    def place(self, bound: RowsBound, shapes: Mapping[str, Sequence[int]]) -> None: ...  # all buffers, outputs too
+    def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None: ...  # all buffers, outputs too
     def run(self, bound: RowsBound) -> None: ...
+
+
+class Places:
+    """Buffers by name for inputs of some shapes, taken from `empty`."""
+
+    def __init__(self, dtype: str, empty: Callable[[Sequence[int], str], Buffer]) -> None:
+        self._dtype, self._empty = dtype, empty
+        self.buffers: dict[str, Buffer] = {}
+        self.outputs: dict[str, Buffer] = {}
+        self.kept: list[Buffer] = []
+        self.repeated: dict[str, str] = {}  # buffers that hold a stored table over and over
+
+    def plain(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Buffer:
+        """A buffer that nobody has written yet, in the component's precision."""
+        self.buffers[name] = self._empty(shape, dtype or self._dtype)
+        self.kept.append(self.buffers[name])
+        return self.buffers[name]
+
+    def repeat(self, name: str, table: str, shape: Sequence[int]) -> None:
+        """A buffer with the rows of a stored table, over and over."""
+        self.plain(name, shape)
+        self.repeated[name] = table
+
+    def room(self, form: Form, rows: int, name: str = "") -> None:
+        """What `layer` needs beside its rows; smaller forms may share a larger one's."""
+        for what, width in (
+            ("normed", form.width), ("asked", form.asked), ("seen", form.heads * form.head_width), ("inner", form.inner),
+            *([("both", 2 * form.inner)] if form.feed != "gelu_tanh" else []),
+        ):  # fmt: skip
+            self.plain(f"{name}{what}", (rows, width))
+
+
+def own(read: Callable[[Mapping[str, Any]], Network]) -> Own:
+    """A component that such a network answers for; `read` makes it of what the export wrote into config.json."""
+
+    def network(component: Component) -> Network:
+        return read(component.config["builder_config"][KERNELS])
+
+    return Own(
+        lambda component, card: RowsEngine(component, card, network(component)), (f"{PACKED}.safetensors",),
+        scratch=lambda component: scratch(component, network(component)),
+    )  # fmt: skip
+
+
+def scratch(component: Component, network: Network) -> int:
+    """Bytes that a request of the largest shape takes beside the component's inputs, outputs and weights."""
+    places = Places(PRECISIONS[component.dtype], lambda shape, dtype: Buffer(cast("Card", None), 0, tuple(shape), dtype))
+    network.place(places, {spec.name: [most(axis) for axis in spec.shape] for spec in component.inputs})
+    return WORKSPACE + sum(buffer.bytes for buffer in places.kept) - sum(buffer.bytes for buffer in places.outputs.values())
 
 
 class RowsEngine:
@@ -124,31 +174,15 @@ class RowsBound:
 
     def __init__(self, engine: RowsEngine, shapes: Mapping[str, Sequence[int]]) -> None:
         self.engine, self.kernels, self.fixed = engine, engine.kernels, engine.fixed
-        self.buffers: dict[str, Buffer] = {}
-        self.outputs: dict[str, Buffer] = {}
-        self._kept: list[Buffer] = []
         self._fed: dict[str, Buffer] = {}  # copies of host arrays
-        engine.network.place(self, shapes)
+        places = Places(self.kernels.dtype, engine.card.empty)
+        engine.network.place(places, shapes)
+        self.buffers, self.outputs, self._kept = places.buffers, places.outputs, places.kept
         assert set(self.outputs) == {spec.name for spec in engine.outputs}
-
-    def plain(self, name: str, shape: Sequence[int], dtype: str | None = None) -> Buffer:
-        """A buffer that nobody has written yet, in the component's precision."""
-        self.buffers[name] = self.engine.card.empty(shape, dtype or self.kernels.dtype)
-        self._kept.append(self.buffers[name])
-        return self.buffers[name]
-
-    def constant(self, name: str, array: Vector) -> None:
-        """A buffer with this array in it."""
-        self.buffers[name] = self.engine.card.load(array)
-        self._kept.append(self.buffers[name])
-
-    def room(self, form: Form, rows: int, name: str = "") -> None:
-        """What `layer` needs beside its rows; smaller forms may share a larger one's."""
-        for what, width in (
-            ("normed", form.width), ("asked", form.asked), ("seen", form.heads * form.head_width), ("inner", form.inner),
-            *([("both", 2 * form.inner)] if form.feed != "gelu_tanh" else []),
-        ):  # fmt: skip
-            self.plain(f"{name}{what}", (rows, width))
+        for name, table in places.repeated.items():
+            rows, into = self.fixed[table].to_host(), self.buffers[name]
+            engine.card.upload(np.tile(rows, (into.shape[0] // len(rows), 1)), into)
+            engine.card.wait()
 
     def set(self, name: str, buffer: Buffer) -> None:
         """Bind an input, without a copy."""

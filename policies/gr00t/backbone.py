@@ -12,7 +12,7 @@ import numpy as np
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, RowsBound, matrices, norm
+from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm
 from .configuration import TEXT, Architecture
 from .network import VL_EPS
 
@@ -63,17 +63,17 @@ class Backbone:
         ids = inputs["attention_pos_id"]
         return None if (ids.ravel() == np.arange(ids.size)).all() else "the rotary table's rows in order"
 
-    def place(self, bound: RowsBound, shapes: Mapping[str, Sequence[int]]) -> None:
+    def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None:
         batch, length = shapes["inputs_embeds"][:2]
         rows = batch * length
-        bound.room(self.text, rows)
-        bound.room(self.seeing, rows, "seeing_")
-        bound.plain("x", (rows, self.text.width))
-        bound.plain("y", (rows, self.text.width))
+        places.room(self.text, rows)
+        places.room(self.seeing, rows, "seeing_")
+        places.plain("x", (rows, self.text.width))
+        places.plain("y", (rows, self.text.width))
         shape = (batch, length, self.heads, self.head_width)
-        every = bound.plain("crosses", (2 * len(self.crosses), rows, self.heads * self.head_width))
+        every = places.plain("crosses", (2 * len(self.crosses), rows, self.heads * self.head_width))
         for n, (block, letter) in enumerate((block, letter) for block in self.crosses for letter in "kv"):
-            bound.outputs[f"cross_{letter}_layer{block:02d}"] = every.part(n * math.prod(shape), shape)
+            places.outputs[f"cross_{letter}_layer{block:02d}"] = every.part(n * math.prod(shape), shape)
 
     def run(self, bound: RowsBound) -> None:
         b = bound.buffers

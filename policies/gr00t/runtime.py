@@ -15,10 +15,9 @@ from vla_eval.engines.card import Card
 from vla_eval.engines.engine import Engine, Tensor, to_host
 from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
-from ..components import KERNELS, Buffer, Components, Kernels, Own, most, position_ids
+from ..components import Buffer, Components, Kernels, Own, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
-from ..on_rows import PACKED as ROWS
-from ..on_rows import RowsEngine
+from ..on_rows import own
 from ..sight import Pictures
 from .backbone import Backbone
 from .contract import MERGE
@@ -102,9 +101,9 @@ class Gr00tRuntime:
         by_step = [f"{name}.{self.steps}.safetensors" for name in ("adanorm_modulation", "action_time_bias")]
         tables = backbone.ahead("embed_tokens.safetensors") + action.ahead(*by_step)
         (self._modulation,), (self._time_bias,) = (action.tensors(file).values() for file in by_step)
-        packed, rows = (f"{PACKED}.safetensors", f"{PACKED}.{self.steps}.safetensors"), (f"{ROWS}.safetensors",)
+        packed = (f"{PACKED}.safetensors", f"{PACKED}.{self.steps}.safetensors")
         ours = {
-            "visual": Own(visual_engine, rows), "vl_backbone": Own(backbone_engine, rows), "action": Own(self._action, packed, blas=False),
+            "visual": own(Vision.read), "vl_backbone": own(Backbone.read), "action": Own(self._action, packed, blas=False),
         }  # fmt: skip
         self._call = Components(bundle, COMPONENTS, backend, engines, Kernels(kernels, ours), tables)
         (self._embedding,) = backbone.tensors("embed_tokens.safetensors").values()
@@ -223,16 +222,6 @@ class Gr00tRuntime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
-
-
-def visual_engine(component: Component, card: Card) -> Engine:
-    """`visual` in kernels of our own."""
-    return RowsEngine(component, card, Vision.read(component.config["builder_config"][KERNELS]))
-
-
-def backbone_engine(component: Component, card: Card) -> Engine:
-    """`vl_backbone` in kernels of our own."""
-    return RowsEngine(component, card, Backbone.read(component.config["builder_config"][KERNELS]))
 
 
 @lru_cache(maxsize=256)

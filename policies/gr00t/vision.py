@@ -11,7 +11,7 @@ import numpy as np
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, RowsBound, matrices, norm
+from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm
 from .configuration import VISUAL, Architecture
 
 
@@ -48,16 +48,16 @@ class Vision:
         lengths = np.diff(inputs["cu_seqlens"])
         return None if (lengths == lengths[0]).all() else "pictures of one size"
 
-    def place(self, bound: RowsBound, shapes: Mapping[str, Sequence[int]]) -> None:
+    def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None:
         rows, f, square = shapes["input"][0], self.form, self.merge**2
-        bound.room(f, rows)
-        bound.plain("x", (rows, f.width))
-        bound.plain("table", (rows, f.head_width), "float32")
-        bound.plain("places", (rows, f.width))
+        places.room(f, rows)
+        places.plain("x", (rows, f.width))
+        places.plain("table", (rows, f.head_width), "float32")
+        places.plain("places", (rows, f.width))
         for name in ("merged", "opened"):
-            bound.plain(name, (rows // square, square * f.width))
+            places.plain(name, (rows // square, square * f.width))
         for name in ("output", *(f"deepstack_features_{k}" for k in range(len(self.taps)))):
-            bound.outputs[name] = bound.plain(name, (rows // square, self.outputs))
+            places.outputs[name] = places.plain(name, (rows // square, self.outputs))
 
     def run(self, bound: RowsBound) -> None:
         b, f, square = bound.buffers, self.form, self.merge**2

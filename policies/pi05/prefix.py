@@ -11,7 +11,7 @@ import numpy as np
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, RowsBound, matrices, norm
+from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm
 from .configuration import PREFIX, Geometry
 
 
@@ -45,14 +45,14 @@ class Prefix:
         ids = inputs["attention_pos_id"]
         return None if (ids.ravel() == np.arange(ids.size)).all() else "the rotary table's rows in order"
 
-    def place(self, bound: RowsBound, shapes: Mapping[str, Sequence[int]]) -> None:
+    def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None:
         batch, length = shapes["inputs_embeds"][:2]
         f = self.form
-        bound.room(f, batch * length)
-        bound.plain("x", (batch * length, f.width))
-        bound.plain("last", (batch * length, 2 * f.kv_heads * f.head_width))
+        places.room(f, batch * length)
+        places.plain("x", (batch * length, f.width))
+        places.plain("last", (batch * length, 2 * f.kv_heads * f.head_width))
         for name in (f"prefix_{letter}_layer{i:02d}" for i in range(self.layers) for letter in "kv"):
-            bound.outputs[name] = bound.plain(name, (batch, length, f.kv_heads, f.head_width))
+            places.outputs[name] = places.plain(name, (batch, length, f.kv_heads, f.head_width))
 
     def run(self, bound: RowsBound) -> None:
         b, f = bound.buffers, self.form

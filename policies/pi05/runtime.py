@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vla_eval.engines.bundle import Bundle, Component
-from vla_eval.engines.card import Card
+from vla_eval.engines.bundle import Bundle
 from vla_eval.engines.engine import Engine, Tensor, to_host
 from vla_eval.types import BadRequest, InvalidObservation, Vector, VlaEvalError
 
-from ..components import KERNELS, Buffer, Components, Kernels, Own, most, position_ids
+from ..components import Buffer, Components, Kernels, Own, most, position_ids
 from ..flow import Stopwatch, full_batches, integrate
-from ..on_rows import PACKED as ROWS
-from ..on_rows import RowsEngine
+from ..on_rows import own
 from ..sight import Pictures
 from .configuration import VIEWS, geometry_from
 from .expert import PACKED, ExpertEngine
@@ -94,9 +92,8 @@ class Pi05Runtime:
         names = (*COMPONENTS, "cond") if self.hoisted else COMPONENTS
         prefix = bundle.component("prefix")
         tables = prefix.ahead("embed_tokens.safetensors")
-        rows = (f"{ROWS}.safetensors",)
         ours = {
-            "visual": Own(visual_engine, rows), "prefix": Own(prefix_engine, rows),
+            "visual": own(Vision.read), "prefix": own(Prefix.read),
             "action": Own(ExpertEngine, (f"{PACKED}.safetensors",), blas=False),
         }  # fmt: skip
         self._call = Components(bundle, names, backend, engines, Kernels(kernels, ours), tables)
@@ -234,16 +231,6 @@ class Pi05Runtime:
         for wrong, what in problems:
             if wrong:
                 raise InvalidObservation(f"the observation cannot be answered: {what}")
-
-
-def visual_engine(component: Component, card: Card) -> Engine:
-    """`visual` in kernels of our own."""
-    return RowsEngine(component, card, Vision.read(component.config["builder_config"][KERNELS]))
-
-
-def prefix_engine(component: Component, card: Card) -> Engine:
-    """`prefix` in kernels of our own."""
-    return RowsEngine(component, card, Prefix.read(component.config["builder_config"][KERNELS]))
 
 
 def _scaled(table: Vector, scale: np.float32) -> Vector:

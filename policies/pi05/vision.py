@@ -11,7 +11,7 @@ import numpy as np
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, RowsBound, matrices, norm
+from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm
 from .configuration import PROJECTOR, VISION, Geometry
 
 
@@ -56,14 +56,14 @@ class Vision:
     def check(self, inputs: Mapping[str, Vector]) -> str | None:
         return None
 
-    def place(self, bound: RowsBound, shapes: Mapping[str, Sequence[int]]) -> None:
+    def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None:
         views = shapes["pixel_values"][0]
         rows = views * self.patches
-        bound.room(self.form, rows)
-        bound.plain("patches", (rows, self.patch_values))
-        bound.plain("x", (rows, self.form.width))
-        bound.constant("places", np.tile(bound.fixed["positions"].to_host(), (views, 1)))
-        bound.outputs["image_features"] = bound.plain("image_features", (views, self.patches, self.outputs))
+        places.room(self.form, rows)
+        places.plain("patches", (rows, self.patch_values))
+        places.plain("x", (rows, self.form.width))
+        places.repeat("places", "positions", (rows, self.form.width))
+        places.outputs["image_features"] = places.plain("image_features", (views, self.patches, self.outputs))
 
     def run(self, bound: RowsBound) -> None:
         b, f = bound.buffers, self.form

@@ -25,19 +25,19 @@ from vla_eval.arrays import read_npz
 from vla_eval.engines import few_rows, many_rows
 from vla_eval.engines.bundle import Bundle, open_bundle
 from vla_eval.engines.card import Card
-from vla_eval.engines.many_rows import INSTALL
+from vla_eval.engines.many_rows import INSTALL, WORKSPACE
 from vla_eval.engines.verify import SELFTEST, trace
 from vla_eval.engines.weights import Weights
 from vla_eval.policies import on_rows
+from vla_eval.policies.components import most
 from vla_eval.policies.gr00t import backbone as gr00t_backbone
 from vla_eval.policies.gr00t import configuration as gr00t_configuration
 from vla_eval.policies.gr00t import runtime as gr00t
 from vla_eval.policies.gr00t import synthetic as gr00t_synthetic
 from vla_eval.policies.gr00t import vision as gr00t_vision
-from vla_eval.policies.on_rows import RowsBound
+from vla_eval.policies.on_rows import RowsBound, own
 from vla_eval.policies.pi05 import configuration as pi05_configuration
 from vla_eval.policies.pi05 import prefix as pi05_prefix
-from vla_eval.policies.pi05 import runtime as pi05
 from vla_eval.policies.pi05 import vision as pi05_vision
 from vla_eval.types import BadRequest
 
@@ -45,8 +45,8 @@ Array = NDArray[Any]
 Wide = Callable[..., Path]
 Change = Callable[[Any, pytest.MonkeyPatch], None]
 MAKE = {
-    ("gr00t", "visual"): gr00t.visual_engine, ("gr00t", "vl_backbone"): gr00t.backbone_engine,
-    ("pi05", "visual"): pi05.visual_engine, ("pi05", "prefix"): pi05.prefix_engine,
+    ("gr00t", "visual"): own(gr00t_vision.Vision.read), ("gr00t", "vl_backbone"): own(gr00t_backbone.Backbone.read),
+    ("pi05", "visual"): own(pi05_vision.Vision.read), ("pi05", "prefix"): own(pi05_prefix.Prefix.read),
 }  # fmt: skip
 MAIN = ("/input", "/inputs_embeds", "/pixel_values")  # what a component looks at, rows of a batch one after the other
 EXACT = 5e-6  # of an output's largest number: float32's own rounding, four layers deep, gives up to 1.3e-6
@@ -64,7 +64,7 @@ def inputs_of(bundle: Bundle, component: str) -> dict[str, Array]:
 
 
 def ours(bundle: Bundle, component: str) -> Any:
-    return MAKE[bundle.model, component](bundle.component(component), Card())
+    return MAKE[bundle.model, component].make(bundle.component(component), Card())
 
 
 def in_float32(
@@ -95,6 +95,18 @@ def worst(found: Mapping[str, Array], wanted: Mapping[str, Array]) -> float:
     assert set(found) == set(wanted)
     outputs = [key for key in wanted if "/out/" in key]
     return max(float(np.abs(found[key] - wanted[key].astype(np.float64)).max() / np.abs(wanted[key]).max()) for key in outputs)
+
+
+@pytest.mark.parametrize(("model", "component"), MAKE)
+def test_the_room_that_is_made_sure_of_is_what_the_largest_request_takes(model: str, component: str, wide: Wide, emulated: Any) -> None:
+    stored, engine = open_bundle(wide(model, "fp16", 2)).component(component), ours(open_bundle(wide(model, "fp16", 2)), component)
+    before = engine.card.allocated
+    bound = engine.bind({spec.name: [most(axis) for axis in spec.shape] for spec in stored.inputs})
+    taken = engine.card.allocated - before
+    outputs = sum(buffer.bytes for buffer in bound.outputs.values())  # counted as the component's tensors
+    assert MAKE[model, component].scratch(stored) == taken - outputs + WORKSPACE
+    bound.close()
+    assert engine.card.allocated == before
 
 
 @pytest.mark.parametrize(("model", "component"), MAKE)

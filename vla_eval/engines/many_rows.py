@@ -6,6 +6,7 @@ T rows of W numbers in half precision, row after row; products are [T, K] by wei
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ WIDEST = 8192  # numbers of a row that a norm takes
 INSTALL = "pip install 'vla-eval-trt[kernels]' brings it"
 _PLAIN = ("norm_narrow", "norm_wide", "gate_rows", "mix_corners", "table_of", "cut_patches")  # kernels of no head's width
 _SOURCE = Path(__file__).with_name("many_rows.cu")
-_WORKSPACE = 32 << 20  # bytes that cuBLASLt may use
+WORKSPACE = 32 << 20  # bytes that cuBLASLt may use
 _THREADS, _BLOCKS = 256, 1056  # of kernels that go through their numbers in strides: eight blocks for each of an H200's processors
 _QUERIES = 64  # rows of a block of `attend`
 
@@ -86,7 +87,8 @@ class ManyRows:
         self._code = compiling(source, card.sm, f'-DKIND="{KINDS[dtype]}"', "-default-device")
         self._blas = blas()
         self._handle = self._blas.create()
-        self._workspace = card.empty((_WORKSPACE,), "uint8")
+        weakref.finalize(self, self._blas.destroy, self._handle)
+        self._workspace = card.empty((WORKSPACE,), "uint8")
         self._numbers = np.array([0.0, 1.0], np.float32)  # what cuBLASLt multiplies products and bases with
         self._algorithms: dict[_Shape, NDArray[Any]] = {}
 
@@ -204,7 +206,7 @@ class _Call:
         """The algorithms that cuBLASLt holds for best, best first. Raises VlaEvalError where it has none."""
         blas = self._blas
         wanted = blas.matmul_preference_create()
-        size, most_bytes = np.array([_WORKSPACE], np.uint64), blas.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
+        size, most_bytes = np.array([WORKSPACE], np.uint64), blas.MatmulPreferenceAttribute.MAXWORKSPACE_BYTES
         blas.matmul_preference_set_attribute(wanted, int(most_bytes), size.ctypes.data, size.nbytes)
         found, count = np.zeros(most, blas.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
         a, b, d = self._layouts
@@ -224,7 +226,7 @@ class _Call:
         zero, one = numbers.ctypes.data, numbers.ctypes.data + 4
         self._blas.matmul(
             handle, self._description, one, weight.pointer, a, x.pointer, b, one if self._shape.adds else zero, base.pointer, d,
-            out.pointer, d, held.ctypes.data, workspace.pointer, _WORKSPACE, stream,
+            out.pointer, d, held.ctypes.data, workspace.pointer, WORKSPACE, stream,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -119,10 +119,12 @@ class TrtEngine:
 class Plans:
     """The plans of components, which threads read and hash from the start; `load` brings them on the card."""
 
-    def __init__(self, components: Sequence[Component], card: Card, tables: int = 0, beside: Sequence[Component] = ()) -> None:
+    def __init__(
+        self, components: Sequence[Component], card: Card, tables: int = 0, beside: Sequence[Component] = (), scratch: int = 0
+    ) -> None:
         """Makes sure first that they have room beside a request of the largest shape and `tables`, bytes that the caller loads himself.
 
-        `beside` are the components that something else answers for.
+        `beside` are the components that something else answers for, with so many bytes of `scratch`.
 
         Raises BadRequest, with the command that mends it, for a plan that is missing, of another card or version, or no plan at all;
         ContractMismatch for one of another export; VlaEvalError, saying what needs how much, where the card has too little left.
@@ -131,7 +133,8 @@ class Plans:
         found = [(component, path, plan_record(component, path)) for component in components for path in (find_plan(component, card.sm),)]
         self._needs = {
             "plans": sum(path.stat().st_size for _, path, _ in found), "tables": tables,
-            "scratch": sum(int(record.get("scratch_bytes", 0)) for _, _, record in found), "tensors": tensor_bytes([*components, *beside]),
+            "scratch": sum(int(record.get("scratch_bytes", 0)) for _, _, record in found), "kernels": scratch,
+            "tensors": tensor_bytes([*components, *beside]),
         }  # fmt: skip
         self._where = [*components, *beside][0].folder.parent
         _check_room(self._where, card, self._needs)
