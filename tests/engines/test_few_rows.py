@@ -8,7 +8,7 @@ import pytest
 
 from vla_eval.engines import few_rows
 from vla_eval.engines.few_rows import Product, entries, tile_for
-from vla_eval.engines.kernels import compiled
+from vla_eval.engines.kernels import compiled, source_of
 from vla_eval.policies.gr00t import dit
 from vla_eval.policies.pi05 import expert
 from vla_eval.policies.pi05.configuration import RELEASED
@@ -21,7 +21,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-SOURCE = few_rows._SOURCE.read_text(encoding="utf-8")
+SOURCE = source_of("few_rows.cu")
 RELEASED_PRODUCTS = {
     48: (dit.products(dit.Shape(32, 32, 48, 1024, 6144, 132, 132, 40, 2)), 48),
     16: (expert.products(expert.Shape.of(RELEASED, 10, 32)), 256),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vla_eval.engines import kernels, many_rows
-from vla_eval.engines.kernels import compiled
+from vla_eval.engines.kernels import compiled, source_of
 from vla_eval.engines.many_rows import ManyRows, entries, shared_of
 from vla_eval.types import VlaEvalError
 
@@ -26,7 +26,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the kernels ask of a card before they are launched, and a cuBLAS that nobody multiplies with."""
-    monkeypatch.setattr(many_rows, "blas", lambda: SimpleNamespace(create=lambda: 1))
+    monkeypatch.setattr(many_rows, "blas", lambda: SimpleNamespace(create=lambda: 1, destroy=lambda handle: None))
     asked: dict[str, Any] = {"shared": {}}
 
     def loaded(code: bytes, names: list[str]) -> dict[str, str]:
@@ -50,7 +50,7 @@ def test_the_kernels_of_the_released_models_compile(dtype: str, card: Any) -> No
 def test_shared_memory_counted_wrongly_does_not_compile() -> None:
     text = entries((), (64,)).replace(str(shared_of(64)), str(shared_of(64) + 16))
     with pytest.raises(VlaEvalError, match="shared memory"):
-        compiled(many_rows._SOURCE.read_text(encoding="utf-8") + text, "sm90", '-DKIND="f16"', "-default-device")
+        compiled(source_of("many_rows.cu") + text, "sm90", '-DKIND="f16"', "-default-device")
 
 
 def test_nobody_waits_for_a_compiler_before_the_first_launch(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def halves_exchanged(array: Array) -> Array:
 
 ANOTHER_POSITION = of_calls("turn", _1=lambda engine, given: engine.card.load(np.roll(given["_1"].to_host(), 1, -2)))
 ALL_TOGETHER = of_calls("attention", length=lambda _, given: given["rows"])
-EXACT_GELU = of_arithmetic("_gelu_tanh", lambda x: 0.5 * x * (1 + erf(x * math.sqrt(0.5))))
+EXACT_GELU = of_arithmetic("gelu_tanh", lambda x: 0.5 * x * (1 + erf(x * math.sqrt(0.5))))
 WRONG: dict[tuple[str, str], dict[str, Change]] = {
     ("gr00t", "visual"): {
         "RMSNorm": of_form(layer_norm=False),
@@ -206,7 +206,7 @@ WRONG: dict[tuple[str, str], dict[str, Change]] = {
         "another position": ANOTHER_POSITION,
         "another place": of_weights("positions", lambda array: np.roll(array, 1, 0)),
         "a tap normed before its neighbours stand side by side": of_calls("norm", width=None),
-        "tanh gelu where patches merge": of_arithmetic("gate", lambda x, kind: few_rows._gelu_tanh(x)),
+        "tanh gelu where patches merge": of_arithmetic("gate", lambda x, kind: few_rows.gelu_tanh(x)),
     },
     ("gr00t", "vl_backbone"): {
         "seen from before": of_form(text__causal=False),

@@ -10,7 +10,6 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..types import Vector
 from .card import Buffer, Card
-from .kernels import compiled
+from .kernels import compiled, source_of
 
 Array = NDArray[np.float32]
 Norm = Literal["NONE", "LAYER", "RMS"]
@@ -33,7 +32,6 @@ _SHARED = 227 * 1024  # bytes of shared memory that a block of such a card can h
 _BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters of four and eight
 MOST_KEYS = 512  # of a context
 _HEAD, _STEPS = 3, 8  # blocks of a head's cluster; steps of 16 inputs that arrive together there
-_SOURCE = Path(__file__).with_name("few_rows.cu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +235,7 @@ class FewRows:
         self.tiles = {product: tile_for(product, self.padded) for product in dict.fromkeys(products)}
         self._names = {product: f"product_{i}" for i, product in enumerate(self.tiles)}
         self._looks = {look: f"look_{i}" for i, look in enumerate(dict.fromkeys(looks))}
-        source = _SOURCE.read_text(encoding="utf-8") + entries(self._names, self.tiles, head_width, self.padded, self._looks)
+        source = source_of("few_rows.cu") + entries(self._names, self.tiles, head_width, self.padded, self._looks)
         code = compiled(source, f"{CARD}a", f'-DKIND="{KINDS[dtype]}"', "-default-device")
         self._kernels = card.kernels(code, [*self._names.values(), *self._looks.values(), *_others(head_width, self.padded)])
         for product, name in self._names.items():
@@ -359,14 +357,14 @@ def product(
     y = np.asarray(y + bias, np.float32)
     match p.out:
         case "GELU":
-            y = _gelu_tanh(y)
+            y = gelu_tanh(y)
         case "SILU":
-            y = _silu(np.asarray(y + late, np.float32))
+            y = silu(np.asarray(y + late, np.float32))
             y[:first] = 0
         case "RELU":
             y = np.maximum(y, np.float32(0))
         case "GATE_UP":
-            y = _gelu_tanh(y[:, : p.outputs // 2]) * y[:, p.outputs // 2 :]
+            y = gelu_tanh(y[:, : p.outputs // 2]) * y[:, p.outputs // 2 :]
         case "RESIDUAL":
             y = np.asarray(y * gate + (0.0 if base is None else base), np.float32)
         case _:
@@ -402,9 +400,9 @@ def attention(q: Array, k: Array, v: Array, heads: int, mask: NDArray[np.bool_] 
     return np.ascontiguousarray(seen.transpose(1, 0, 2)).reshape(len(q), -1)
 
 
-def _gelu_tanh(x: Array) -> Array:
+def gelu_tanh(x: Array) -> Array:
     return np.asarray(0.5 * x * (1 + np.tanh(np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x**3))), np.float32)
 
 
-def _silu(x: Array) -> Array:
+def silu(x: Array) -> Array:
     return np.asarray(x / (1 + np.exp(-x)), np.float32)

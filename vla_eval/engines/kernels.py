@@ -159,6 +159,12 @@ def look_up(pictures: NDArray[np.uint8], order: NDArray[np.int32], table: Vector
     return found
 
 
+def source_of(name: str) -> str:
+    """A source file of this package, behind what all of them share."""
+    here = Path(__file__).parent
+    return "".join((here / file).read_text(encoding="utf-8") for file in ("device.cu", name))
+
+
 def compiling(source: str, sm: str, *options: str) -> Future[bytes]:
     """As `compiled`, in a thread from now on."""
     return _COMPILING.submit(compiled, source, sm, *options)

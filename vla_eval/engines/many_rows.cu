@@ -4,15 +4,6 @@
 // T rows of W numbers lie row after row; `KIND` is f16 or bf16, sums are float32. Every kernel may start while its predecessor still runs
 // (programmatic dependent launch) and waits before it touches memory.
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-
-#define DEVICE __device__ __forceinline__
-
-DEVICE float widen(u16 h) { float f; asm("cvt.f32." KIND " %0, %1;" : "=f"(f) : "h"(h)); return f; }
-DEVICE u16 rounded(float f) { u16 h; asm("cvt.rn." KIND ".f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
-DEVICE u32 rounded(float low, float high) { u32 r; asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r; }
-DEVICE float power_of_two(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE void begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -158,25 +149,11 @@ struct Attention {
     float scale;           // of the scores, times log2(e)
 };
 
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE void copy_eight(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 DEVICE void copies_sent() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEVICE void copies_arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-DEVICE void load_matrices(u32 (&m)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
-}
-DEVICE void load_matrices_turned(u32 (&m)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
-}
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 template <int D> struct Room {
     static constexpr int P = (D + 15) / 16 * 16, S = P + 8;  // a head padded with zeros; numbers between rows in shared memory
     static constexpr int Q = 64, K = D > 128 ? 32 : 64;      // query rows of a block, keys that a warp looks at together

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping
 from functools import cache, cached_property
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,9 +18,9 @@ from scipy.special import erf
 
 from ..types import BadRequest, VlaEvalError
 from .card import Buffer, Card
-from .few_rows import KINDS, Fields, _gelu_tanh, _silu, fields
+from .few_rows import KINDS, Fields, fields, gelu_tanh, silu
 from .few_rows import attention as attention_of_heads
-from .kernels import compiling
+from .kernels import compiling, source_of
 
 Array = NDArray[np.float32]
 Gate = Literal["gelu", "gated_gelu", "gated_silu"]
@@ -29,7 +28,6 @@ _GATES: tuple[Gate, ...] = ("gelu", "gated_gelu", "gated_silu")  # in the order 
 WIDEST = 8192  # numbers of a row that a norm takes
 INSTALL = "pip install 'vla-eval-trt[kernels]' brings it"
 _PLAIN = ("norm_narrow", "norm_wide", "gate_rows", "mix_corners", "table_of", "cut_patches")  # kernels of no head's width
-_SOURCE = Path(__file__).with_name("many_rows.cu")
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may use
 _THREADS, _BLOCKS = 256, 1056  # of kernels that go through their numbers in strides: eight blocks for each of an H200's processors
 _QUERIES = 64  # rows of a block of `attend`
@@ -83,11 +81,11 @@ class ManyRows:
         Raises BadRequest without cuBLAS; the first launch raises VlaEvalError where the kernels fail.
         """
         self.card, self.dtype, self._turned, self._attended = card, dtype, turned, attended
-        source = _SOURCE.read_text(encoding="utf-8") + entries(turned, attended)
+        source = source_of("many_rows.cu") + entries(turned, attended)
         self._code = compiling(source, card.sm, f'-DKIND="{KINDS[dtype]}"', "-default-device")
         self._blas = blas()
         self._handle = self._blas.create()
-        weakref.finalize(self, self._blas.destroy, self._handle)
+        weakref.finalize(self, self._blas.destroy, self._handle).atexit = False
         self._workspace = card.empty((WORKSPACE,), "uint8")
         self._numbers = np.array([0.0, 1.0], np.float32)  # what cuBLASLt multiplies products and bases with
         self._algorithms: dict[_Shape, NDArray[Any]] = {}
@@ -289,7 +287,7 @@ def shared_of(width: int) -> int:
 def product(x: Array, weight: Array, *, bias: Array | float = 0.0, base: Array | float = 0.0, gelu: bool = False) -> Array:
     """What `ManyRows.product` gives."""
     y: Array = x @ weight.swapaxes(-1, -2) + bias + base
-    return _gelu_tanh(y) if gelu else y
+    return gelu_tanh(y) if gelu else y
 
 
 def norm(x: Array, *, weight: Array, bias: Array | float = 0.0, eps: float, layer: bool) -> Array:
@@ -320,7 +318,7 @@ def gate(x: Array, kind: Gate) -> Array:
     if kind == "gelu":
         return np.asarray(0.5 * x * (1 + erf(x * math.sqrt(0.5))), np.float32)
     opened, up = np.split(x, 2, -1)
-    return (_gelu_tanh if kind == "gated_gelu" else _silu)(opened) * up
+    return (gelu_tanh if kind == "gated_gelu" else silu)(opened) * up
 
 
 def corners(table: Array, index: NDArray[np.int64], share: Array) -> Array:
