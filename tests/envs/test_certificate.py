@@ -318,6 +318,18 @@ def test_success_before_the_recorded_step_does_not_hold(env: LiberoEnv, recorded
     told = certified.replayed(env, recorded)
     assert not told.holds
     assert told.found.startswith("success at step 1 of 90")
+    assert "success is seen too early: other success predicates" in told.cause
+
+
+@pytest.mark.libero
+def test_a_success_that_is_never_seen_is_laid_to_the_predicates(
+    env: LiberoEnv, recorded: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env._problem, "_eval_predicate", lambda conjunct: False)
+    told = certified.replayed(env, recorded)
+    assert not told.holds
+    assert told.found.startswith("no success at step 90 of 90")
+    assert "arm and objects move as recorded, and success is not seen: other success predicates" in told.cause
 
 
 @pytest.mark.libero
