@@ -2,8 +2,8 @@
 
 `python benchmarks/certify_oracle.py` plays trials 0 to 9 and 40 to 49 of every task of the five suites under the official caps (2,600
 episodes, some hours) and writes docs/oracle.json and the tables in docs/oracle.md. `--suites`, `--tasks` and `--trials`
-play less; what docs/oracle.json has of the others stays. `--resume` plays only what docs/oracle.json lacks. `--baselines` plays the no-op
-and the random policy instead, trials 0 to 9 at most.
+play less; what docs/oracle.json has of the others stays. `--resume` plays only what docs/oracle.json lacks or has as an
+error. `--baselines` plays the no-op and the random policy instead, trials 0 to 9 at most.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vla_eval.results.failures import bin_of
 from vla_eval.results.folder import read_episode
 from vla_eval.run.episode import in_process, rollout
 from vla_eval.run.recorders import ArrayRecorder
-from vla_eval.types import EpisodeRecord
+from vla_eval.types import BadRequest, EpisodeRecord, Task
 
 DOCS = Path(__file__).parents[1] / "docs"
 SUITES = ("libero_object", "libero_spatial", "libero_goal", "libero_10", "libero_90")
@@ -52,7 +52,11 @@ def main() -> None:
     path = DOCS / "oracle.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if not asked.tables:
-        play(asked, found, path)
+        try:
+            tasks = tasks_asked(asked)
+        except BadRequest as error:
+            parser.error(str(error))
+        play(asked, tasks, found, path)
     fill(
         DOCS / "oracle.md",
         {
@@ -64,24 +68,36 @@ def main() -> None:
     )
 
 
-def play(asked: argparse.Namespace, found: dict[str, Any], path: Path) -> None:
-    """Play what is asked for, task by task in any order, and keep it in `found` and at `path`."""
+def tasks_asked(asked: argparse.Namespace) -> list[Task]:
+    """The tasks to play. Raises BadRequest for a protocol, a task or a trial that there is not."""
+    every = [task for suite in asked.suites for task in vla_eval.load_tasks(f"{suite}@{asked.protocol}")]
+    for number in asked.tasks or ():
+        if number not in {task.index for task in every}:
+            raise BadRequest(f"--tasks {number}: no such task in {', '.join(asked.suites)}")
+    tasks = [task for task in every if not asked.tasks or task.index in asked.tasks]
+    for task in tasks:
+        for trial in asked.trials:
+            if trial < 0 or (task.trials is not None and trial >= task.trials):
+                last = "on" if task.trials is None else f"to {task.trials - 1}"
+                raise BadRequest(f"--trials {trial}: {task.id} has trials 0 {last}")
+    return tasks
+
+
+def play(asked: argparse.Namespace, tasks: Sequence[Task], found: dict[str, Any], path: Path) -> None:
+    """Play those tasks, in any order, and keep it in `found` and at `path`."""
     policies = ("zero", "random") if asked.baselines else ("oracle",)
     trials = [trial for trial in asked.trials if trial in TUNED] if asked.baselines else asked.trials
     os.environ.update(ONE_THREAD)  # of the processes to come: seconds are those of one core
     with ProcessPoolExecutor(asked.workers, multiprocessing.get_context("spawn")) as pool:
         waiting = {}
-        for suite in asked.suites:
-            for task in vla_eval.load_tasks(f"{suite}@{asked.protocol}"):
-                if asked.tasks and task.index not in asked.tasks:
-                    continue
-                left = {}
-                for policy in policies:
-                    row = found.setdefault(policy, {}).setdefault(task.suite, {}).setdefault(str(task.index), {"trials": {}})
-                    row["instruction"] = task.instruction
-                    left[policy] = [trial for trial in trials if not (asked.resume and str(trial) in row["trials"])]
-                if any(left.values()):
-                    waiting[pool.submit(played, task.suite, task.index, left)] = task
+        for task in tasks:
+            left = {}
+            for policy in policies:
+                row = found.setdefault(policy, {}).setdefault(task.suite, {}).setdefault(str(task.index), {"trials": {}})
+                row["instruction"] = task.instruction
+                left[policy] = [trial for trial in trials if not (asked.resume and trials_of([row], [trial]))]
+            if any(left.values()):
+                waiting[pool.submit(played, task.suite, task.index, left)] = task
         for done in as_completed(waiting):
             task, rows = waiting[done], done.result()
             for policy, row in rows.items():
@@ -137,7 +153,10 @@ def suites_table(suites: dict[str, Any]) -> str:
 
 def seconds(tasks: dict[str, Any]) -> str:
     """Means over the trials that are timed of every task: an easy task must weigh as much as one that goes on to the cap."""
-    timed = [{number for number, trial in task["trials"].items() if "cpu_seconds" in trial} for task in tasks.values()]
+    timed = [
+        {number for number, trial in task["trials"].items() if "cpu_seconds" in trial and trial["outcome"] != "error"}
+        for task in tasks.values()
+    ]
     wanted = sorted(set.intersection(*timed), key=int)
     cpu, wall = ([task["trials"][number][clock] for task in tasks.values() for number in wanted] for clock in ("cpu_seconds", "seconds"))
     return f"{mean(cpu):.1f} ({mean(wall):.1f}), n = {len(cpu)}" if cpu else "–"
@@ -149,11 +168,12 @@ def misses_table(suites: dict[str, Any]) -> str:
     for suite, tasks in by_name(suites):
         for index, task in tasks.items():
             every = task["trials"].values()
-            lost = [trial for trial in every if trial["outcome"] != "success"]
-            if lost:
-                bins = Counter(trial.get("bin", trial.get("error", trial["outcome"])) for trial in lost)
+            lost, broken = ([trial for trial in every if trial["outcome"] == outcome] for outcome in ("failure", "error"))
+            if lost or broken:
+                bins = Counter(trial.get("bin") or trial["error"] for trial in (*lost, *broken))
                 unmet = Counter(f"`{name}`" for trial in lost for name in trial.get("unmet", []))
-                rows.append([f"{suite}/{index}", f"{len(lost)} of {len(every)}", counted(bins), counted(unmet)])
+                missed = f"{len(lost)} of {len(every) - len(broken)}" + (f", errors: {len(broken)}" if broken else "")
+                rows.append([f"{suite}/{index}", missed, counted(bins), counted(unmet)])
     return table(["task", "missed", "how the episodes ended", "what of the goal was missing"], rows, "lrll")
 
 
@@ -162,7 +182,7 @@ def tasks_table(suites: dict[str, Any]) -> str:
     for suite, tasks in by_name(suites):
         for index, task in tasks.items():
             tuned, held_out = trials_of([task], TUNED), trials_of([task], HELD_OUT)
-            lost = [number for number, trial in task["trials"].items() if trial["outcome"] != "success"]
+            lost = [number for number, trial in task["trials"].items() if trial["outcome"] == "failure"]
             rows.append([f"{suite}/{index}", task["instruction"], rate(tuned), rate(held_out), ", ".join(lost)])
     return table(["task", "instruction", "trials 0–9", "trials 40–49", "failed trials"], rows, "llrrl")
 
@@ -172,7 +192,7 @@ def baselines_table(found: dict[str, Any]) -> str:
     for name in ("zero", "random"):
         for suite, tasks in by_name(found.get(name, {})):
             won = {index: wins(trials_of([task], TUNED)) for index, task in tasks.items()}
-            lucky = [f"{index} ({count} of {len(tasks[index]['trials'])})" for index, count in won.items() if count]
+            lucky = [f"{index} ({count} of {len(trials_of([tasks[index]], TUNED))})" for index, count in won.items() if count]
             rows.append([name, suite, which(tasks), rate(trials_of(tasks.values(), TUNED)), ", ".join(lucky) or "–"])
     return table(["policy", "suite", "trials played of every task", "success", "tasks with any success"], rows, "lllrl")
 
@@ -204,7 +224,9 @@ def counted(things: Counter[str]) -> str:
 
 
 def trials_of(tasks: Iterable[dict[str, Any]], wanted: Sequence[int]) -> list[dict[str, Any]]:
-    return [task["trials"][str(trial)] for task in tasks for trial in wanted if str(trial) in task["trials"]]
+    """Those that were played to an end: an error counts in no rate."""
+    known = [task["trials"][str(trial)] for task in tasks for trial in wanted if str(trial) in task["trials"]]
+    return [trial for trial in known if trial["outcome"] != "error"]
 
 
 def wins(trials: Sequence[dict[str, Any]]) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -281,6 +284,85 @@ def test_conjuncts_come_in_a_workable_order(goals: list[tuple[str, ...]], order:
 
 def test_what_holds_already_is_left_alone() -> None:
     assert pending(Scene(truth(goal=(("on", "a", "b"), ("open", "c")), holds=(True, False)))) == [("open", "c")]
+
+
+# --- its tables ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import certify_oracle  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(certify_oracle, "DOCS", tmp_path)
+    return cast("ModuleType", certify_oracle)
+
+
+def test_an_error_counts_in_no_rate_of_the_tables_and_stands_beside_it(tables: ModuleType) -> None:
+    trial: dict[str, Any] = {"steps": 9, "seconds": 2.0, "cpu_seconds": 1.0}
+    ended: list[dict[str, Any]] = [
+        {"outcome": "success"},
+        {"outcome": "failure", "bin": "dropped", "unmet": ["on(a, b)"]},
+        {"outcome": "error", "error": "GLError: gone"},
+    ]
+    task = {"instruction": "lift", "trials": {str(number): trial | end for number, end in enumerate(ended)}}
+    suites = {"libero_goal@openpi": {"0": task}}
+    assert "| 1/2 | 9.5–90.5 |" in tables.suites_table(suites)
+    assert "n = 2 |" in tables.suites_table(suites)
+    assert "| libero_goal@openpi/0 | lift | 1/2 | – | 1 |" in tables.tasks_table(suites)
+    assert "| 1 of 2, errors: 1 | dropped 1×, GLError: gone 1× | `on(a, b)` 1× |" in tables.misses_table(suites)
+    assert "| zero | libero_goal@openpi | 0–2 of 1 tasks | 1/2 | 0 (1 of 2) |" in tables.baselines_table({"zero": suites})
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--tasks", "77"], "--tasks 77: no such task in libero_goal"),
+        (["--tasks", "0", "--trials", "50"], "--trials 50: libero_goal@openpi/0 has trials 0 to 49"),
+        (["--trials", "-1", "--protocol", "gr00t"], "--trials -1: libero_goal@gr00t/0 has trials 0 on"),
+        (["--protocol", "gr0ot"], "unknown protocol 'gr0ot' of suite 'libero_goal'"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_and_nothing_is_written(
+    words: list[str], sentence: str, tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["certify_oracle.py", "--suites", "libero_goal", *words])
+    with pytest.raises(SystemExit) as ended:
+        tables.main()
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_resume_plays_an_error_again_and_what_has_ended_not(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[object] = []
+
+    class Pool:
+        """Runs nothing; keeps what it is asked for."""
+
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def submit(self, _: object, suite: str, index: int, left: object) -> Future[dict[str, object]]:
+            asked.append((suite, index, left))
+            done: Future[dict[str, object]] = Future()
+            done.set_result({})
+            return done
+
+    monkeypatch.setattr(tables, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tables.os, "environ", {})
+    options = Namespace(suites=["libero_goal"], tasks=[0, 1], trials=[0, 1, 2], protocol="openpi", baselines=False, resume=True, workers=1)
+    ends = {"0": {"outcome": "failure"}, "1": {"outcome": "error"}}
+    every = {str(number): {"outcome": "success"} for number in range(3)}
+    tables.play(
+        options,
+        tables.tasks_asked(options),
+        {"oracle": {"libero_goal@openpi": {"0": {"trials": ends}, "1": {"trials": every}}}},
+        tmp_path / "a",
+    )
+    assert asked == [("libero_goal@openpi", 0, {"oracle": [1, 2]})]
 
 
 # --- the policy ------------------------------------------------------------------------------------------------------------------
