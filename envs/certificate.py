@@ -250,7 +250,7 @@ def object_poses(env: LiberoEnv, recorded: Recording) -> Measured:
         worst = max(worst, angles[name])
         if angles[name] > 0.1:
             causes.append(f"{source}: {_why_turned(Rotation.from_quat(poses[name][3:]), truth[name])} (seen at {name})")
-    return Measured(not causes, f"at most {worst:.2g}° off, {len(info['objects'])} objects", "; ".join(causes))
+    return Measured(not causes, f"at most {worst:.3g}° off, {len(info['objects'])} objects", "; ".join(causes))
 
 
 def gripper(env: LiberoEnv, recorded: Recording) -> Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -221,6 +222,7 @@ def test_wrong_quaternions_of_objects_are_named_with_where_they_come_from(
     found = failing(env, recorded, "settling", "hand pose", "object poses")
     assert set(found) == {"object poses"}
     assert found["object poses"].cause.startswith(f"{source}: {cause}")
+    assert re.match(r"at most \d{2,3}(\.\d)?° off", found["object poses"].found)
 
 
 @pytest.mark.libero
