@@ -87,6 +87,11 @@ class Network(Protocol):
     def run(self, bound: RowsBound) -> None: ...
 
 
+def not_in_order(rows: Vector) -> str | None:
+    """What the kernels take of a rotary table's rows, where these are others."""
+    return None if (rows.ravel() == np.arange(rows.size)).all() else "the rotary table's rows in order"
+
+
 class Places:
     """Buffers by name for inputs of some shapes, taken from `empty`."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor
-from vla_eval.engines.few_rows import COPIES, FewRows, Look, Product, pack, tile_for
+from vla_eval.engines.few_rows import COPIES, FewRows, Look, Product, Tile, pack, tile_for
 from vla_eval.engines.graph import NUMPY
 from vla_eval.types import BadRequest, ContractMismatch, Vector
 
@@ -99,8 +99,7 @@ def packed(
     Writing them raises BadRequest for weights that half precision cannot hold.
     """
     tiles = {name: tile_for(product, rows) for name, product in plan.items()}
-    sizes = {name: tile.outputs * tile.inputs for name, tile in tiles.items()} | {name: _size(look) for name, look in looks.items()}
-    for name, size in sizes.items():
+    for name, size in _sizes(tiles, looks).items():
 
         def piece(name: str = name) -> Iterator[Vector]:
             with np.errstate(over="ignore"):
@@ -112,8 +111,10 @@ def packed(
         yield f"{name}.weight", (kind, (size,), piece())
 
 
-def _size(look: Look) -> int:
-    return look.asked.outputs * look.width
+def _sizes(tiles: Mapping[str, Tile], looks: Mapping[str, Look]) -> dict[str, int]:
+    """How many numbers each packed weight has."""
+    sizes = {name: tile.outputs * tile.inputs for name, tile in tiles.items()}
+    return sizes | {name: look.asked.outputs * look.width for name, look in looks.items()}
 
 
 def stored(
@@ -122,8 +123,7 @@ def stored(
     """The artifact's arrays. Raises BadRequest if it is missing, ContractMismatch where weights are packed for other tiles."""
     arrays = component.tensors(file)
     tiles = {name: kernels.tiles[product] for name, product in plan.items()}
-    sizes = {name: tile.outputs * tile.inputs for name, tile in tiles.items()} | {name: _size(look) for name, look in looks.items()}
-    for name, size in sizes.items():
+    for name, size in _sizes(tiles, looks).items():
         if arrays[f"{name}.weight"].size != size:
             raise ContractMismatch(f"{component.folder}: {name!r} is packed for another tile; export the component again")
     return arrays

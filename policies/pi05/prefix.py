@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm
+from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm, not_in_order
 from .configuration import PREFIX, Geometry
 
 
@@ -42,8 +40,7 @@ class Prefix:
     attended = turned
 
     def check(self, inputs: Mapping[str, Vector]) -> str | None:
-        ids = inputs["attention_pos_id"]
-        return None if (ids.ravel() == np.arange(ids.size)).all() else "the rotary table's rows in order"
+        return not_in_order(inputs["attention_pos_id"])
 
     def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None:
         batch, length = shapes["inputs_embeds"][:2]

@@ -43,11 +43,6 @@ class Buffer:
         assert view.pointer + view.bytes <= self.pointer + self.bytes
         return view
 
-    def rows(self, first: int, count: int) -> Buffer:
-        """Some entries of the first axis."""
-        row = math.prod(self.shape[1:])
-        return self.part(first * row, (count, *self.shape[1:]))
-
     def to_host(self) -> Vector:
         """A copy as a numpy array; waits for the stream."""
         host = np.empty(self.shape, NUMPY[self.dtype])  # type: ignore[index]

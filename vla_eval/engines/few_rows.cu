@@ -99,6 +99,18 @@ enum Out { LINEAR, GELU, SILU, RELU, RESIDUAL, VELOCITY, GATE_UP };
 #define MOST_SQUARES 9e10f    // of four numbers, whose row is 1,536 wide at most: 2^63 / 2^18 / 384
 #define COPIES 8              // blocks add to one of them: few wait for one another
 
+// What a norm of K numbers does to a row: its factor, and its mean times that.
+template <int R, int K, int NORM>
+DEVICE float2 norm_of(const u64* stats, int row, float eps) {
+    long long total = 0, squares = 0;
+    #pragma unroll
+    for (int copy = 0; copy < COPIES; copy++) total += stats[(copy * R + row) * 2], squares += stats[(copy * R + row) * 2 + 1];
+    const double mean = NORM == LAYER ? (double)total * (1.0 / SUM_UNIT / K) : 0.0;
+    const double spread = (double)squares * (1.0 / SQUARE_UNIT / K) - mean * mean;
+    const float factor = rsqrtf((float)(spread > 0.0 ? spread : 0.0) + eps);
+    return make_float2(factor, (float)mean * factor);
+}
+
 // R8 rows / 8, K inputs, C blocks a cluster, G groups of 64 outputs a block, W warp groups that split a block's slice of K,
 // J steps of 16 that arrive together, S of those in flight.
 template <int R8, int K, int C, int G, int W, int J, int S, int OUT>
@@ -192,13 +204,7 @@ DEVICE void product(const Product& p) {
         if constexpr (NORM != NONE) {
             barrier_wait(near, 0);
             for (int row = lane; row < p.rows; row += 32) {
-                long long total = 0, squares = 0;
-                #pragma unroll
-                for (int copy = 0; copy < COPIES; copy++) total += stats[(copy * R + row) * 2], squares += stats[(copy * R + row) * 2 + 1];
-                const double mean = NORM == LAYER ? (double)total * (1.0 / SUM_UNIT / K) : 0.0;
-                const double spread = (double)squares * (1.0 / SQUARE_UNIT / K) - mean * mean;
-                const float factor = rsqrtf((float)(spread > 0.0 ? spread : 0.0) + p.eps);
-                norms[row] = make_float2(factor, (float)mean * factor);
+                norms[row] = norm_of<R, K, NORM>(stats, row, p.eps);
             }
         }
         __syncwarp();
@@ -490,12 +496,7 @@ DEVICE void glance(const Look& p) {
         barrier_wait(near, 0);
         const u64* stats = (const u64*)(memory + L::STATS);
         for (int row = lane; row < R; row += 32) {
-            long long total = 0, squares = 0;
-            #pragma unroll
-            for (int copy = 0; copy < COPIES; copy++) total += stats[(copy * R + row) * 2], squares += stats[(copy * R + row) * 2 + 1];
-            const double mean = (double)total * (1.0 / SUM_UNIT / W), spread = (double)squares * (1.0 / SQUARE_UNIT / W) - mean * mean;
-            const float factor = rsqrtf((float)(spread > 0.0 ? spread : 0.0) + p.eps);
-            ((float2*)(memory + L::NORMS))[row] = make_float2(factor, (float)mean * factor);
+            ((float2*)(memory + L::NORMS))[row] = norm_of<R, W, LAYER>(stats, row, p.eps);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(normed);

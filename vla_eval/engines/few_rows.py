@@ -31,7 +31,7 @@ WIDEST = 1536  # rows whose squares fit their whole number: see MOST_SQUARES in 
 _SHARED = 227 * 1024  # bytes of shared memory that a block of such a card can have
 _BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters of four and eight
 MOST_KEYS = 512  # of a context
-_HEAD, _STEPS = 3, 8  # blocks of a head's cluster; steps of 16 inputs that arrive together there
+_HEAD, _STEPS, _LOOKING = 3, 8, 576  # of looks: blocks of a head's cluster, steps of 16 inputs that arrive together, threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Look:
 
     def check(self) -> None:
         """Raises ValueError for widths that the kernels do not take."""
-        if self.width % (_STEPS * 16 * _HEAD) or self.width > 1536 or self.head_width % 16 or self.head_width > 64:
+        if self.width % (_STEPS * 16 * _HEAD) or self.width > WIDEST or self.head_width % 16 or self.head_width > 64:
             raise ValueError(f"rows of {self.width} numbers in multiples of {_STEPS * 16 * _HEAD}, heads of {self.head_width} up to 64")
 
     @property
@@ -254,7 +254,7 @@ class FewRows:
     def look(self, look: Look, keys: int, **values: Buffer | int | float | None) -> None:
         """Norm, queries and softmax(q k^T · head_width^-0.5) v, of each head. Values are the fields of `Look` in few_rows.cu."""
         fields = _Look(rows=self.rows, keys=keys, scale=self._scale)
-        self._launch(self._looks[look], fields, values, _HEAD * look.heads, 576, cluster=_HEAD, shared=look.shared)
+        self._launch(self._looks[look], fields, values, _HEAD * look.heads, _LOOKING, cluster=_HEAD, shared=look.shared)
 
     def attention_shared(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
         """softmax(q k^T · head_width^-0.5) v, where all heads share their keys and the rows' own come behind them: fields of `Shared`."""
@@ -313,7 +313,8 @@ def entries(
     ]
     text += [
         f'static_assert(Glance<{look.arguments}>::BYTES == {look.shared}, "shared memory");\n'
-        f'extern "C" __global__ void __launch_bounds__(576, 1) {name}(const __grid_constant__ Look p) {{ glance<{look.arguments}>(p); }}\n'
+        f'extern "C" __global__ void __launch_bounds__({_LOOKING}, 1) {name}(const __grid_constant__ Look p) '
+        f"{{ glance<{look.arguments}>(p); }}\n"
         for look, name in looks.items()
     ]
     text += [

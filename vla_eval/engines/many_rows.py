@@ -103,7 +103,7 @@ class ManyRows:
         try:
             algorithm = self._algorithms.get(shape)
             if algorithm is None:
-                algorithm = self._algorithms[shape] = call.algorithms(self._handle, 1)[0]
+                algorithm = self._algorithms[shape] = call.algorithm(self._handle)
             call(self._handle, algorithm, x, weight, base or out, out, self._numbers, self._workspace, self.card.stream)
         finally:
             call.close()
@@ -200,31 +200,30 @@ class _Call:
         n, k, t = shape.outputs, shape.inputs, shape.rows
         self._layouts = [self._layout(half, k, n, n * k), self._layout(half, k, t, 0), self._layout(half, n, t, n * t)]
 
-    def algorithms(self, handle: int, most: int) -> NDArray[Any]:
-        """The algorithms that cuBLASLt holds for best, best first. Raises VlaEvalError where it has none."""
+    def algorithm(self, handle: int) -> NDArray[Any]:
+        """What cuBLASLt suggests first. Raises VlaEvalError where it has no suggestion."""
         blas = self._blas
         wanted = blas.matmul_preference_create()
-        size, most_bytes = np.array([WORKSPACE], np.uint64), blas.MatmulPreferenceAttribute.MAXWORKSPACE_BYTES
+        size, most_bytes = np.array([WORKSPACE], np.uint64), blas.MatmulPreferenceAttribute.MAX_WORKSPACE_BYTES
         blas.matmul_preference_set_attribute(wanted, int(most_bytes), size.ctypes.data, size.nbytes)
-        found, count = np.zeros(most, blas.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
+        found, count = np.zeros(1, blas.matmul_heuristic_result_dtype), np.zeros(1, np.int32)
         a, b, d = self._layouts
-        blas.matmul_algo_get_heuristic(handle, self._description, a, b, d, d, wanted, most, found.ctypes.data, count.ctypes.data)
+        blas.matmul_algo_get_heuristic(handle, self._description, a, b, d, d, wanted, 1, found.ctypes.data, count.ctypes.data)
         blas.matmul_preference_destroy(wanted)
         if not count[0]:
             raise VlaEvalError(f"cuBLASLt has no way to multiply {self._shape}")
-        return found[: count[0]]
+        return found
 
     def __call__(
-        self, handle: int, algorithm: Any, x: Buffer, weight: Buffer, base: Buffer, out: Buffer, numbers: Array, workspace: Buffer,
+        self, handle: int, algorithm: NDArray[Any], x: Buffer, weight: Buffer, base: Buffer, out: Buffer, numbers: Array, workspace: Buffer,
         stream: int,
     ) -> None:  # fmt: skip
         """Give the product to the stream."""
         a, b, d = self._layouts
-        held = np.array(algorithm)  # starts with what cuBLASLt calls the algorithm
         zero, one = numbers.ctypes.data, numbers.ctypes.data + 4
         self._blas.matmul(
             handle, self._description, one, weight.pointer, a, x.pointer, b, one if self._shape.adds else zero, base.pointer, d,
-            out.pointer, d, held.ctypes.data, workspace.pointer, WORKSPACE, stream,
+            out.pointer, d, algorithm.ctypes.data, workspace.pointer, WORKSPACE, stream,
         )  # fmt: skip
 
     def close(self) -> None:
