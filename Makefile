@@ -17,7 +17,7 @@ demo: $(VENV)/installed ## the main job: ten episodes of libero_object, two work
 	$(BIN)/vla-eval run --task libero_object --policy oracle --trials 1 --workers 2
 
 test: $(VENV)/installed ## every test but those that need a GPU, in two processes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Who wants no bytecode beside the sources gets it elsewhere: without any, each process of the suite compiles every library anew.
 ifneq ($(PYTHONDONTWRITEBYTECODE),)

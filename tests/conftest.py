@@ -24,11 +24,11 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # also of tests that import
 ALIVE = 3  # environments at once: four that have drawn take 4.8 GB
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several pytest processes, one of them plays all that needs LIBERO, and whatever is in one file stays together."""
-    for item in items:
-        group = "libero" if item.get_closest_marker("libero") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_configure(config: pytest.Config) -> None:
+    """What needs a GPU plays where it is asked for by name: an `-m` of the command line's takes the place of one in pyproject.toml."""
+    asked = config.option.markexpr
+    if "gpu" not in asked:
+        config.option.markexpr = f"({asked}) and not gpu" if asked else "not gpu"
 
 
 @pytest.fixture(scope="session")
