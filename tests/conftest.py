@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,16 +56,24 @@ def libero() -> Iterator[Callable[[str, int], LiberoEnv]]:
         env.close()
 
 
-@pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Callable[[Any], None]]:
-    """A card played by host memory and ONNX Runtime (`emulated_card.py`), and a function that puts plans beside a bundle's graphs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # of compiled kernels: not the user's
+@pytest.fixture(scope="session")
+def emulated_card() -> ModuleType:
+    """`emulated_card.py`, whose sessions tests share."""
     spec = spec_from_file_location("emulated_card", Path(__file__).with_name("emulated_card.py"))
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    installed: tuple[Any, Callable[[Any], None]] = module.install(monkeypatch)
+    return module
+
+
+@pytest.fixture
+def emulated(
+    emulated_card: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Callable[[Any], None]]:
+    """A card played by host memory and ONNX Runtime (`emulated_card.py`), and a function that puts plans beside a bundle's graphs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # of compiled kernels: not the user's
+    installed: tuple[Any, Callable[[Any], None]] = emulated_card.install(monkeypatch)
     return installed
 
 

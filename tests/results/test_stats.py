@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -177,15 +177,26 @@ def test_equal_policies_are_called_different_one_time_in_twenty_at_most() -> Non
 @pytest.mark.parametrize("n", [20, 60])
 @pytest.mark.parametrize("discordant", [0.1, 0.3, 0.8])
 def test_a_policy_worse_by_the_margin_is_called_not_worse_one_time_in_forty_at_most(n: int, discordant: float) -> None:
-    margin, error = 0.1, 0.0
-    for total in range(n + 1):
-        chance = binom.pmf(total, n, discordant)
-        if chance < 1e-7:
-            continue
-        # the lower end grows with only_b: the first that passes is enough
-        passing = bisect_left(range(total + 1), True, key=lambda b: stats.difference_interval(total - b, b, n).low > -margin)
-        error += chance * binom.sf(passing - 1, total, (discordant - margin) / (2 * discordant))
+    margin = 0.1
+    chance = {total: p for total in range(n + 1) if (p := binom.pmf(total, n, discordant)) >= 1e-7}
+    share = (discordant - margin) / (2 * discordant)
+    error = sum(chance[total] * binom.sf(wins - 1, total, share) for total, wins in wins_needed(chance, n, margin).items())
     assert error <= 0.025 + 1e-5
+
+
+def wins_needed(totals: Iterable[int], n: int, margin: float) -> dict[int, int]:
+    """The fewest pairs that B alone must win for *not worse*, by how many disagree. The lower end grows with them."""
+    found, wins = dict[int, int](), 0
+
+    def passes(total: int, wins: int) -> bool:
+        return stats.difference_interval(total - wins, wins, n).low > -margin
+
+    for total in totals:  # ascending: who has lost once more needs no fewer
+        while wins <= total and not passes(total, wins):
+            wins += 1
+        assert wins == 0 or not passes(total, wins - 1)
+        found[total] = wins
+    return found
 
 
 def test_19_of_20_against_20_of_20_is_undecided() -> None:
@@ -228,11 +239,8 @@ def test_the_sample_size_has_the_power_that_it_promises() -> None:
     n = stats.pairs_needed(0.2, 0.2, power=0.8)
     assert stats.verdict_power(n, 0.2, 0.2) >= 0.8
     assert stats.verdict_power(n - 8, 0.2, 0.2) < 0.8
-    power = 0.0
-    for total in range(n + 1):
-        if (chance := binom.pmf(total, n, 0.2)) > 1e-5:
-            passing = bisect_left(range(total + 1), True, key=lambda b: stats.difference_interval(total - b, b, n).low > -0.2)
-            power += chance * binom.sf(passing - 1, total, 0.5)
+    chance = {total: p for total in range(n + 1) if (p := binom.pmf(total, n, 0.2)) > 1e-5}
+    power = sum(chance[total] * binom.sf(wins - 1, total, 0.5) for total, wins in wins_needed(chance, n, 0.2).items())
     assert power == pytest.approx(stats.verdict_power(n, 0.2, 0.2), abs=0.05)  # the exact verdict asks a little more than the score
 
 

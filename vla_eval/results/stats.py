@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import brentq
-from scipy.special import bdtrc
+from scipy.special import bdtr, bdtrc
 from scipy.stats import binom, binomtest, norm, t
 from statsmodels.stats.power import normal_sample_size_one_tail
 from statsmodels.stats.proportion import proportion_confint
@@ -241,25 +241,29 @@ def _region(n: int, delta: float, score: float) -> tuple[NDArray[np.int64], NDAr
 def _exact_p(only_a: int, only_b: int, n: int, delta: float) -> float:
     """P(a score at least as high | the difference is delta), at the worst discordance rate."""
     _, first = _region(n, delta, float(_score(only_a, only_b, n, delta)))
-    discordant, total, chance, starts = _discordance(n)
-    share = np.clip((discordant + delta) / (2 * discordant), 0, 1)  # of the discordant, those that only B solved
+    rates, discordant, total, chance, starts = _discordance(n)
+    allowed = int(np.searchsorted(rates, abs(delta)))  # no fewer can disagree
+    begins = int(starts[allowed]) if allowed < len(rates) else len(total)
+    discordant, total, chance = discordant[begins:], total[begins:], chance[begins:]
     least = first[total]
-    tail = np.where(least == 0, 1.0, bdtrc(np.maximum(least - 1, 0), np.maximum(total, 1), share))
-    tail = np.where(least > total, 0.0, tail)
-    sums = np.add.reduceat(chance * tail, starts)
+    some = (least > 0) & (least <= total)
+    tail = (least == 0).astype(np.float64)
+    share = (discordant[some] + delta) / (2 * discordant[some])  # of the discordant, those that only B solved
+    tail[some] = bdtrc(least[some] - 1, total[some], share)
+    sums = np.add.reduceat(chance * tail, starts[allowed:] - begins) if len(total) else np.zeros(0)
     # The least rate that a difference of delta allows lies between two of the grid: then all who disagree do it to one side
-    least_rate = binom.pmf(np.arange(n + 1), n, abs(delta))
+    least_rate = np.diff(bdtr(np.arange(n + 1), n, abs(delta)), prepend=0.0)
     one_sided = np.sum(least_rate[first <= (np.arange(n + 1) if delta > 0 else 0)])
-    return float(np.max(sums[discordant[starts] >= abs(delta)], initial=float(one_sided)))
+    return float(np.max(sums, initial=float(one_sided)))
 
 
 @lru_cache(maxsize=8)
-def _discordance(n: int) -> tuple[Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """Every discordance rate of the grid with each number of discordant pairs that it makes likely, end to end.
+def _discordance(n: int) -> tuple[Floats, Floats, NDArray[np.int64], Floats, NDArray[np.int64]]:
+    """Every discordance rate of the grid, and with it each number of discordant pairs that it makes likely, end to end.
 
-    Gives rate, number of pairs and its probability, and where each rate's stretch begins; what is left out weighs less than 1e-9.
+    Gives the grid; rate, number of pairs and its probability; and where each rate's stretch begins. What is left out weighs less than 1e-9.
     """
-    grid = np.linspace(0.0, 1.0, NUISANCE_GRID + 1)[1:, None] ** 2  # closest where good policies are
-    chance = binom.pmf(np.arange(n + 1), n, grid)
+    grid = np.linspace(0.0, 1.0, NUISANCE_GRID + 1)[1:] ** 2  # closest where good policies are
+    chance = binom.pmf(np.arange(n + 1), n, grid[:, None])
     row, total = np.nonzero(chance > 1e-9 / (n + 1))
-    return grid[row, 0], total, chance[row, total], np.searchsorted(row, np.arange(NUISANCE_GRID))
+    return grid, grid[row], total, chance[row, total], np.searchsorted(row, np.arange(NUISANCE_GRID))
