@@ -1,18 +1,19 @@
 """One model of random weights on a GPU: built, answered as one CUDA graph a request, checked, and timed beside the same network in PyTorch.
 
-    python benchmarks/gpu_models.py gr00t|pi05 [--routes direct,onnx] [--dtype fp16|bf16] [--batch 8] [--rival] [--parity]
-                                    [--kernels] [--size full|tiny] [--requests 500] [--leak 1000] [--minutes 8] [--work DIR] [--out DIR]
+    python benchmarks/gpu_models.py gr00t|pi05 [--routes direct,onnx] [--dtype fp16,bf16] [--batch 8] [--rival] [--parity] [--kernels]
+                                    [--plans] [--size full|tiny] [--requests 500] [--leak 1000] [--minutes 8] [--work DIR] [--out DIR]
 
-With `--batch N` a bundle of batch 1 is made and timed in the same run. `--parity` makes the float32 graphs too and runs them on the CPU:
-some minutes at full size, 14 GB of disk, 30 GB of memory.
-`--kernels` exports the weights of our own kernels too and times both ways. One JSON goes into --out, by default $OUT; whatever fails,
-the rest stands in it.
+With `--batch N` a bundle of batch 1 is made and timed in the same run; precisions and routes after the first are of batch 1 alone.
+`--parity` makes the float32 graphs too and runs them on the CPU: some minutes at full size, 14 GB of disk, 30 GB of memory.
+`--kernels` exports the weights of our own kernels too; with `--plans` the plans are timed in their place as well. One JSON goes into
+--out, by default $OUT; whatever fails, the rest stands in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import shutil
 import sys
 import time
@@ -53,58 +54,74 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=list(WORDS))
     parser.add_argument("--routes", default="direct")
-    parser.add_argument("--dtype", default="fp16", choices=["fp32", "fp16", "bf16"])
+    parser.add_argument("--dtype", default="fp16")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rival", action="store_true")
     parser.add_argument("--parity", action="store_true")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--plans", action="store_true")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--leak", type=int, default=1000)
     asked, work = command_line(parser)
     flavour = trt.door()
-    file = asked.out / f"{asked.model}-{asked.size}-{asked.dtype}-b{asked.batch}{'-kernels' if asked.kernels else ''}.json"
+    file = (
+        asked.out / f"{asked.model}-{asked.size}-{asked.dtype.replace(',', '-')}-b{asked.batch}{'-kernels' if asked.kernels else ''}.json"
+    )
     about = {"model": asked.model, "size": asked.size, "dtype": asked.dtype, "tensorrt": f"{flavour.name} {flavour.version}"}
     parts = Parts(file, minutes=asked.minutes, command=" ".join(sys.argv), sm=card_here(), support=flavour.supports(card_here()), **about)
     checkpoint = work / f"{asked.model}-{asked.size}"
     if not checkpoint.exists():
         parts("synth", lambda note: registry.load_synth(asked.model)(checkpoint, size=asked.size))
     truth = parts("float32", lambda note: float32(note, asked, checkpoint, work)) if asked.parity else None
-    routes = asked.routes.split(",")
-    for route in routes:
-        for batch in dict.fromkeys((1, asked.batch)) if route == routes[0] else (asked.batch,):
-            one_route(parts, asked, route, batch, checkpoint, work, truth if batch == 1 else None)
+    first, *others = itertools.product(asked.dtype.split(","), asked.routes.split(","))
+    for batch in dict.fromkeys((1, asked.batch)):
+        one_bundle(parts, asked, *first, batch, checkpoint, work, truth if batch == 1 else None, rival=asked.rival and batch == 1)
     if asked.batch > 1:
-        parts("samples a second", lambda note: note.update(gain(parts, routes[0], asked.batch)))
+        parts("samples a second", lambda note: note.update(gain(parts, " ".join(first), asked.batch)))
+    for dtype, route in others:
+        one_bundle(parts, asked, dtype, route, 1, checkpoint, work, truth, rival=False)
     return parts.end()
 
 
-def one_route(parts: Parts, asked: argparse.Namespace, route: str, batch: int, checkpoint: Path, work: Path, truth: Truth | None) -> None:
+def one_bundle(
+    parts: Parts, asked: argparse.Namespace, dtype: str, route: str, batch: int, checkpoint: Path, work: Path, truth: Truth | None, *,
+    rival: bool,
+) -> None:  # fmt: skip
     """Everything about one bundle, which is removed at the end: the disk is small."""
-    name, out = f"{route} b{batch}", work / f"{asked.model}-{asked.size}-{asked.dtype}-{route}-b{batch}"
-    bundle = parts(f"{name} build", lambda note: built(note, asked, checkpoint, out, batch, direct=route == "direct"))
+    name, out = f"{dtype} {route} b{batch}", work / f"{asked.model}-{asked.size}-{dtype}-{route}-b{batch}"
+    options = {"dtype": dtype, "batch": batch, "direct": route == "direct"}
+    bundle = parts(f"{name} build", lambda note: built(note, asked, checkpoint, out, **options))
     if bundle is None:
         shutil.rmtree(out, ignore_errors=True)
         return
     policy = parts(f"{name} load, cold", lambda note: opened(note, bundle))
     if policy is not None:
-        asked_of(parts, name, asked, bundle, policy, truth)
+        asked_of(parts, name, asked, policy)
+        if rival:
+            rehearsal = policy.rehearse(WORDS[asked.model])
+            parts(f"{name} rival", lambda note: note.update(against(parts, name, asked, dtype, rehearsal)))
+            del rehearsal
+        if truth is not None:
+            held_against(parts, name, asked, bundle, policy, truth)
     policy = None  # frees the card
     gc.collect()
     policy = parts(f"{name} load, cached", lambda note: opened(note, bundle))
     policy = None
     gc.collect()
-    if asked.kernels and batch == 1:
+    if asked.plans and batch == 1:
         policy = parts(f"{name} load, plans", lambda note: opened(note, bundle, kernels="no"))
         if policy is not None:
             rehearsal = policy.rehearse(WORDS[asked.model])
             parts(f"{name} latency, plans", lambda note: note.update(latency(rehearsal, asked.requests)))
             del rehearsal
+            if truth is not None:
+                held_against(parts, f"{name} plans", asked, bundle, policy, truth)
         policy = None
         gc.collect()
     shutil.rmtree(out)
 
 
-def asked_of(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle, policy: Any, truth: Truth | None) -> None:
+def asked_of(parts: Parts, name: str, asked: argparse.Namespace, policy: Any) -> None:
     """Everything about one policy that is loaded."""
     rehearsal = policy.rehearse(WORDS[asked.model])
     parts(f"{name} first request", lambda note: note.update(ms={k: 1e3 * v for k, v in rehearsal.answer().items()}))
@@ -115,19 +132,24 @@ def asked_of(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle,
         parts(f"{name} rows", lambda note: note.update(rows(policy, asked.model)))
     if asked.leak:
         parts(f"{name} leak", lambda note: note.update(leak(policy, rehearsal, asked.leak)))
-    if asked.rival and name == f"{asked.routes.split(',')[0]} b1":
-        parts(f"{name} rival", lambda note: note.update(against(parts, name, asked, rehearsal)))
-    if truth is not None:
-        chunk = policy.model.runtime(rehearsal.rows)[0].chunk
-        parts(f"{name} chunk against float32", lambda note: note.update(asdict(score(chunk, truth.chunk))))
-        parts(f"{name} components against float32", lambda note: note.update(components(bundle, policy, truth)))
 
 
-def built(note: Note, asked: argparse.Namespace, checkpoint: Path, out: Path, batch: int, *, direct: bool) -> Bundle:
+def held_against(parts: Parts, name: str, asked: argparse.Namespace, bundle: Bundle, policy: Any, truth: Truth) -> None:
+    """The chunk and every component against the float32 graphs."""
+
+    def chunk(note: Note) -> None:
+        found = policy.model.runtime(policy.rehearse(WORDS[asked.model]).rows)[0].chunk
+        note.update(asdict(score(found, truth.chunk)))
+
+    parts(f"{name} chunk against float32", chunk)
+    parts(f"{name} components against float32", lambda note: note.update(components(bundle, policy, truth)))
+
+
+def built(note: Note, asked: argparse.Namespace, checkpoint: Path, out: Path, **options: Any) -> Bundle:
     """The bundle with its plans; seconds and memory of each build, and the kernels that it runs."""
     kernels = {"kernels": True} if asked.kernels else {}
-    bundle: Bundle = recipe(asked, checkpoint, out, dtype=asked.dtype, batch=batch, direct=direct, **kernels)
-    if not direct:
+    bundle: Bundle = recipe(asked, checkpoint, out, **options, **kernels)
+    if not options["direct"]:
         build(bundle)
     for component in bundle.components.values():
         plan = standing(component, new=True)
@@ -276,17 +298,17 @@ def leak(policy: Any, rehearsal: Any, requests: int) -> dict[str, int]:
     return {"requests": requests, "lost_bytes": lost}
 
 
-def against(parts: Parts, name: str, asked: argparse.Namespace, rehearsal: Any) -> dict[str, Any]:
+def against(parts: Parts, name: str, asked: argparse.Namespace, dtype: str, rehearsal: Any) -> dict[str, Any]:
     """The same network in PyTorch as one CUDA graph, on the same card in the same run."""
     assert rehearsal.rival is not None, "no baseline has these sizes"
-    found = rival(asked.model, {"dtype": asked.dtype, **rehearsal.rival})
+    found = rival(asked.model, {"dtype": dtype, **rehearsal.rival})
     ours = parts.found[f"{name} latency"]["said"].get("ms")
     return {**found, **({"times_faster": found["parts"]["e2e"]["p50"] / ours["gpu"]["p50"]} if ours else {})}
 
 
-def gain(parts: Parts, route: str, batch: int) -> dict[str, Any]:
+def gain(parts: Parts, name: str, batch: int) -> dict[str, Any]:
     """Samples a second of the large batch, in those of batch 1."""
-    many, one = (parts.found[f"{route} b{b} latency"]["said"]["samples_per_second"] for b in (batch, 1))
+    many, one = (parts.found[f"{name} b{b} latency"]["said"]["samples_per_second"] for b in (batch, 1))
     return {"batch": batch, **{f"by {stage} time": many[stage] / one[stage] for stage in many}}
 
 

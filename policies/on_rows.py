@@ -18,7 +18,7 @@ from vla_eval.engines.engine import Tensor, check_inputs, to_host
 from vla_eval.engines.graph import PRECISIONS
 from vla_eval.engines.many_rows import WIDEST, WORKSPACE, ManyRows
 from vla_eval.engines.weights import Weights
-from vla_eval.types import BadRequest, Vector
+from vla_eval.types import BadRequest, ContractMismatch, Vector
 
 from .components import KERNELS, Own, most
 from .workspace import about
@@ -66,6 +66,12 @@ def matrices(kind: Any, name: str, *parts: Weights) -> Iterator[tuple[str, Entry
             yield f"{name}.{what}", (kind, (rows, *columns), (piece for tensor in tensors for piece in tensor.pieces()))
 
 
+def apart(entries: Iterator[tuple[str, Entry]], count: int) -> Iterator[tuple[str, Entry]]:
+    """The same of `count` parts, [L, N, K] and [L, N], for one product of all of them."""
+    for name, (dtype, shape, pieces) in entries:
+        yield name, (dtype, (count, shape[0] // count, *shape[1:]), pieces)
+
+
 def norm(name: str, w: Weights, plus: float = 0.0) -> Iterator[tuple[str, Entry]]:
     """A norm's vectors in float32; some models keep the gain less one."""
     weight = w["weight"].floats() + np.float32(plus)
@@ -79,9 +85,7 @@ class Network(Protocol):
     """What a model says of one of its components."""
 
     @property
-    def turned(self) -> tuple[int, ...]: ...  # widths of heads with rotary
-    @property
-    def attended(self) -> tuple[int, ...]: ...  # widths of heads
+    def widths(self) -> Mapping[str, tuple[int, ...]]: ...  # of heads, as `ManyRows` wants them
     def check(self, inputs: Mapping[str, Vector]) -> str | None: ...  # what of these inputs the kernels take otherwise than the graph
     def place(self, places: Places, shapes: Mapping[str, Sequence[int]]) -> None: ...  # all buffers, outputs too
     def run(self, bound: RowsBound) -> None: ...
@@ -148,7 +152,7 @@ class RowsEngine:
         """Raises BadRequest without cuBLAS and for a component without such weights."""
         self.where, self.component, self.card, self.network = str(component.folder), component, card, network
         self.inputs, self.outputs = component.inputs, component.outputs
-        self.kernels = ManyRows(card, dtype=PRECISIONS[component.dtype], turned=network.turned, attended=network.attended)
+        self.kernels = ManyRows(card, dtype=PRECISIONS[component.dtype], **network.widths)
         self.fixed = {name: card.load(array) for name, array in component.tensors(f"{PACKED}.safetensors").items()}
         self.about = about(component, card, "many_rows")
         self._asked: tuple[tuple[tuple[str, tuple[int, ...]], ...], RowsBound] | None = None  # the last call's shapes
@@ -212,22 +216,24 @@ class RowsBound:
 
     def product(self, name: str, x: Buffer, out: Buffer, *, base: Buffer | None = None, gelu: bool = False) -> None:
         """A product by the name of its weights."""
-        self.kernels.product(x, self.fixed[f"{name}.weight"], out, bias=self.fixed.get(f"{name}.bias"), base=base, gelu=gelu)
+        self.kernels.product(x, self._weight(name), out, bias=self.fixed.get(f"{name}.bias"), base=base, gelu=gelu)
 
     def norm(
         self, name: str, x: Buffer, out: Buffer, *, eps: float, layer: bool, more: Buffer | None = None, width: int | None = None
     ) -> None:
         """A norm by the name of its weights."""
-        weight, bias = self.fixed[f"{name}.weight"], self.fixed.get(f"{name}.bias")
-        self.kernels.norm(x, out, weight=weight, bias=bias, eps=eps, layer=layer, more=more, width=width)
+        self.kernels.norm(
+            x, out, weight=self._weight(name), bias=self.fixed.get(f"{name}.bias"), eps=eps, layer=layer, more=more, width=width
+        )
 
     def layer(
         self, name: str, form: Form, x: Buffer, length: int, *, room: str = "", source: Buffer | None = None, more: Buffer | None = None,
-        table: Buffer | None = None, kept: tuple[Buffer, Buffer] | None = None,
+        table: Buffer | None = None, within: bool = False, kept: tuple[Buffer, Buffer] | None = None,
     ) -> None:  # fmt: skip
         """A whole layer over sequences of `length` rows, from `source` (by default `x` itself, after `more` was added) into `x`.
 
-        Keys and values go to `kept` where they are outputs of the component.
+        Rotary by `table` is a kernel before attention, or `within` it, which is quicker for narrow heads alone. Keys and values go to
+        `kept` where they are outputs of the component.
         """
         source, b, d = source or x, self.buffers, form.head_width
         normed, asked, seen, inner = (b[f"{room}{what}"] for what in ("normed", "asked", "seen", "inner"))
@@ -236,7 +242,7 @@ class RowsBound:
         self.product(f"{name}.asked", normed, asked)
         k, v = kept or (asked.part(q, (rows * stride - q,)), asked.part(q + form.kv_heads * d, (rows * stride - q - form.kv_heads * d,)))
         kv_stride = form.kv_heads * d if kept else stride
-        if table is not None:
+        if table is not None and not within:
             q_norm, k_norm = (self.fixed.get(f"{name}.{letter}_norm.weight") for letter in "qk")
             self.kernels.turn(
                 asked, table, (form.heads, form.kv_heads), q=asked, k=k, v=v if kept else None, q_stride=stride, kv_stride=kv_stride,
@@ -244,7 +250,7 @@ class RowsBound:
             )  # fmt: skip
         self.kernels.attention(
             asked, k, v, seen, heads=(form.heads, form.kv_heads), width=d, rows=rows, length=length, q_stride=stride, kv_stride=kv_stride,
-            causal=form.causal,
+            causal=form.causal, table=table if within else None,
         )  # fmt: skip
         self.product(f"{name}.out", seen, x, base=source)
         self.norm(f"{name}.between", x, normed, eps=form.eps, layer=form.layer_norm)
@@ -254,6 +260,12 @@ class RowsBound:
             self.product(f"{name}.up", normed, b[f"{room}both"])
             self.kernels.gate(b[f"{room}both"], inner, form.feed)
         self.product(f"{name}.down", inner, x, base=x)
+
+    def _weight(self, name: str) -> Buffer:
+        try:
+            return self.fixed[f"{name}.weight"]
+        except KeyError:
+            raise ContractMismatch(f"{self.engine.where}: the kernels find no weights of {name!r}; export the component again") from None
 
     def close(self) -> None:
         """Give the buffers back."""

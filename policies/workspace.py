@@ -29,11 +29,11 @@ class Workspace:
         self.buffers: dict[str, Buffer] = {}
         self._kept: list[Buffer] = []
         self._fed: dict[str, Buffer] = {}  # copies of host arrays
-        self.sums = self._zeros((slots, COPIES * kernels.padded * 2), "int64")
+        self.sums = self._zeros((slots, COPIES * kernels.rows * 2), "int64")
 
     def rows(self, name: str, width: int, dtype: str) -> None:
         """A buffer of rows as the kernels keep them, zero so far: padding is never written again."""
-        self.buffers[name] = self._zeros((width // 8, self.kernels.padded, 8), dtype)
+        self.buffers[name] = self._zeros((width // 8, self.kernels.rows, 8), dtype)
 
     def plain(self, name: str, shape: Sequence[int], dtype: str) -> Buffer:
         """A buffer of any other shape, zero so far."""
@@ -99,7 +99,7 @@ def packed(
     Writing them raises BadRequest for weights that half precision cannot hold.
     """
     tiles = {name: tile_for(product, rows) for name, product in plan.items()}
-    for name, size in _sizes(tiles, looks).items():
+    for name, shape in _shapes(tiles, looks).items():
 
         def piece(name: str = name) -> Iterator[Vector]:
             with np.errstate(over="ignore"):
@@ -108,13 +108,12 @@ def packed(
                 raise BadRequest(f"--kernels: the weights of {name!r}, folded, are too large for float16; choose --dtype bf16")
             yield looks[name].pack(rounded) if name in looks else pack(rounded, tiles[name])
 
-        yield f"{name}.weight", (kind, (size,), piece())
+        yield f"{name}.weight", (kind, shape, piece())
 
 
-def _sizes(tiles: Mapping[str, Tile], looks: Mapping[str, Look]) -> dict[str, int]:
-    """How many numbers each packed weight has."""
-    sizes = {name: tile.outputs * tile.inputs for name, tile in tiles.items()}
-    return sizes | {name: look.asked.outputs * look.width for name, look in looks.items()}
+def _shapes(tiles: Mapping[str, Tile], looks: Mapping[str, Look]) -> dict[str, tuple[int, ...]]:
+    """How each packed weight lies."""
+    return {name: tile.packed for name, tile in tiles.items()} | {name: look.packed for name, look in looks.items()}
 
 
 def stored(
@@ -123,8 +122,8 @@ def stored(
     """The artifact's arrays. Raises BadRequest if it is missing, ContractMismatch where weights are packed for other tiles."""
     arrays = component.tensors(file)
     tiles = {name: kernels.tiles[product] for name, product in plan.items()}
-    for name, size in _sizes(tiles, looks).items():
-        if arrays[f"{name}.weight"].size != size:
+    for name, shape in _shapes(tiles, looks).items():
+        if arrays[f"{name}.weight"].shape != shape:
             raise ContractMismatch(f"{component.folder}: {name!r} is packed for another tile; export the component again")
     return arrays
 

@@ -335,8 +335,8 @@ class Rows(few_rows.FewRows):
         head_width: int,
         looks: Sequence[few_rows.Look] = (),
     ) -> None:
-        self.card, self.rows, self._head_width, self.padded = card, rows, head_width, few_rows.padded(rows)
-        self.tiles = {product: few_rows.tile_for(product, self.padded) for product in products}
+        self.card, self.rows, self._head_width = card, rows, head_width
+        self.tiles = {product: few_rows.tile_for(product, self.rows) for product in products}
         self._kind = NUMPY[dtype]  # type: ignore[index]
 
     def _launch(self, name: str, fields: Any, values: Any, *_: Any, **__: Any) -> None:
@@ -351,35 +351,31 @@ class Rows(few_rows.FewRows):
         named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}  # as they are bound now
 
         def work() -> None:
-            x = rows_from(named["rows_in"], tile.inputs, self.padded, count, self._kind)
-            cut = at(
-                named["weight"],
-                (tile.outputs // 64, tile.cluster, tile.inputs // 16 // tile.cluster // tile.steps, 2 * tile.steps, 64, 8),
-                self._kind,
-            )
+            x = rows_from(named["rows_in"], tile.inputs, self.rows, count, self._kind)
+            cut = at(named["weight"], tile.packed, self._kind)
             weight = cut.transpose(0, 4, 1, 2, 3, 5).reshape(tile.outputs, tile.inputs).astype(np.float32)
             outputs = product.outputs // 2 if product.out == "GATE_UP" else product.outputs
             known: dict[str, Any] = {name: at(named[name], (outputs,), np.float32) for name in ("bias", "lost", "gate") if name in named}
             if product.out == "GATE_UP":
-                share = 64 // tile.cluster
+                share = tile.width // tile.cluster
                 weight = weight.reshape(-1, 2, share // 2, tile.inputs).transpose(1, 0, 2, 3).reshape(tile.outputs, tile.inputs)
                 known["bias"] = np.concatenate([known["bias"], known.pop("lost")])
             if "late" in named:
                 known["late"] = at(named["late"], (outputs,), self._kind).astype(np.float32)
             if "stats" in named:
-                whole = at(named["stats"], (few_rows.COPIES, self.padded, 2), np.int64).sum(0)[:count]
+                whole = at(named["stats"], (few_rows.COPIES, self.rows, 2), np.int64).sum(0)[:count]
                 known["stats"] = (whole / [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]).astype(np.float32)
             if "base" in named:
-                known["base"] = rows_from(named["base"], outputs, self.padded, count, np.float32)
+                known["base"] = rows_from(named["base"], outputs, self.rows, count, np.float32)
             exact = few_rows.Product(tile.inputs if product.norm == "NONE" else product.inputs, product.outputs, product.norm, product.out)
             y = few_rows.product(x, weight[: product.outputs], exact, eps=v.get("eps", 0.0), first=v.get("first", 0), **known)
             if product.out == "VELOCITY":
                 at(named["wide"], (count - v["first"], outputs), np.float32)[:] = y[v["first"] :]
                 return
             if "wide" in named:
-                rows_to(named["wide"], self.padded, y, np.float32)
+                rows_to(named["wide"], self.rows, y, np.float32)
             if "told" in named:
-                at(named["told"], (few_rows.COPIES, self.padded, 2), np.int64)[2, :count] += np.rint(
+                at(named["told"], (few_rows.COPIES, self.rows, 2), np.int64)[2, :count] += np.rint(
                     few_rows.sums(y) * [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]
                 ).astype(np.int64)
             if "narrow" in named:
@@ -387,7 +383,7 @@ class Rows(few_rows.FewRows):
                 if v.get("out_width"):
                     at(named["narrow"], (count, v["out_width"]), self._kind)[:, :outputs] = y
                 else:
-                    rows_to(named["narrow"], self.padded, y, self._kind)
+                    rows_to(named["narrow"], self.rows, y, self._kind)
 
         self._do(work)
 
@@ -396,9 +392,9 @@ class Rows(few_rows.FewRows):
         w, n = look.width, look.asked.outputs
 
         def work() -> None:
-            x = rows_from(named["rows_in"], w, self.padded, self.rows, self._kind)
-            weight = look.unpack(at(named["weight"], (n * w,), self._kind)).astype(np.float32)
-            whole = at(named["stats"], (few_rows.COPIES, self.padded, 2), np.int64).sum(0)[: self.rows]
+            x = rows_from(named["rows_in"], w, self.rows, self.rows, self._kind)
+            weight = look.unpack(at(named["weight"], look.packed, self._kind)).astype(np.float32)
+            whole = at(named["stats"], (few_rows.COPIES, self.rows, 2), np.int64).sum(0)[: self.rows]
             context = None
             if not look.own:
                 k, v_ = (at(named[letter], (keys, w), self._kind).astype(np.float32) for letter in "kv")
@@ -407,7 +403,7 @@ class Rows(few_rows.FewRows):
                 x, weight, look, bias=at(named["bias"], (n,), np.float32), lost=at(named["lost"], (n,), np.float32),
                 stats=(whole / [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]).astype(np.float32), eps=v["eps"], context=context,
             )  # fmt: skip
-            rows_to(named["out"], self.padded, seen, self._kind)
+            rows_to(named["out"], self.rows, seen, self._kind)
 
         self._do(work)
 
@@ -427,7 +423,7 @@ class Rows(few_rows.FewRows):
                 for pointer, mine in ((k, turned[:, heads]), (v_, parts[:, heads + 1]))
             ]
             seen = few_rows.attention(turned[:, :heads].reshape(self.rows, -1), both[0], both[1], heads)
-            rows_to(out, self.padded, seen, self._kind)
+            rows_to(out, self.rows, seen, self._kind)
 
         self._do(work)
 
@@ -435,12 +431,12 @@ class Rows(few_rows.FewRows):
         named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}
 
         def work() -> None:
-            at(named["stats"], (v["slots"], few_rows.COPIES, self.padded, 2), np.int64)[:] = 0
+            at(named["stats"], (v["slots"], few_rows.COPIES, self.rows, 2), np.int64)[:] = 0
             if "x" in named:
                 rows, first = v.get("rows", self.rows), v["first"]
                 x = np.zeros((rows, v["padded"]), np.float32)
                 x[first:, : v["width"]] = at(named["x"], (rows - first, v["width"]), np.float32)
-                rows_to(named["out"], self.padded, np.concatenate([x, np.zeros((self.padded - rows, v["padded"]))]), self._kind)
+                rows_to(named["out"], self.rows, np.concatenate([x, np.zeros((self.rows - rows, v["padded"]))]), self._kind)
 
         self._do(work)
 
@@ -450,10 +446,10 @@ class Rows(few_rows.FewRows):
         def work() -> None:
             x = at(named["x"], (self.rows, inputs), np.float32) @ at(named["weight"], (inputs, outputs), np.float32)
             x = (x + at(named["bias"], (outputs,), np.float32)).astype(self._kind).astype(np.float32)
-            rows_to(named["wide"], self.padded, x, np.float32)
-            rows_to(named["narrow"], self.padded, x * at(named["scale"], (outputs,), np.float32), self._kind)
+            rows_to(named["wide"], self.rows, x, np.float32)
+            rows_to(named["narrow"], self.rows, x * at(named["scale"], (outputs,), np.float32), self._kind)
             whole = np.rint(few_rows.sums(x) * [few_rows.SUM_UNIT, few_rows.SQUARE_UNIT]).astype(np.int64)
-            at(named["told"], (few_rows.COPIES, self.padded, 2), np.int64)[1, : self.rows] += whole
+            at(named["told"], (few_rows.COPIES, self.rows, 2), np.int64)[1, : self.rows] += whole
 
         self._do(work)
 
@@ -461,7 +457,7 @@ class Rows(few_rows.FewRows):
         named = {name: value.pointer for name, value in v.items() if isinstance(value, Buffer)}
 
         def work() -> None:
-            x = rows_from(named["wide"], inputs, self.padded, self.rows, np.float32)
+            x = rows_from(named["wide"], inputs, self.rows, self.rows, np.float32)
             normed = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(v["eps"]))
             y = normed * at(named["scale"], (inputs,), np.float32) + at(named["shift"], (inputs,), np.float32)
             y = y @ at(named["weight"], (outputs, inputs), np.float32).T + at(named["bias"], (outputs,), np.float32)
@@ -475,8 +471,11 @@ class Many(many_rows.ManyRows):
 
     emulated: Emulated
 
-    def __init__(self, card: Card, *, dtype: str, turned: tuple[int, ...] = (), attended: tuple[int, ...] = ()) -> None:
-        self.card, self.dtype, self._kind, self._widths = card, dtype, NUMPY[dtype], (turned, attended)  # type: ignore[index]
+    def __init__(
+        self, card: Card, *, dtype: str, turned: tuple[int, ...] = (), attended: tuple[int, ...] = (), turning: tuple[int, ...] = ()
+    ) -> None:
+        self.card, self.dtype, self._kind = card, dtype, NUMPY[dtype]  # type: ignore[index]
+        self._widths = turned, attended, turning
 
     def _launch(self, name: str, *_: Any, **__: Any) -> None:
         raise AssertionError(f"{name} is not played")
@@ -492,12 +491,13 @@ class Many(many_rows.ManyRows):
         self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None, gelu: bool = False
     ) -> None:
         *many, outputs, inputs = weight.shape
-        rows = int(np.prod(x.shape)) // inputs
+        apart = many if many and len(x.shape) == len(weight.shape) else []
+        rows = int(np.prod(x.shape)) // inputs // int(np.prod(apart))
 
         def work() -> None:
             known: dict[str, Any] = {} if bias is None else {"bias": wide(self._half(bias))[..., None, :]}
             known |= {} if base is None else {"base": wide(self._half(base, rows, outputs))}
-            y = many_rows.product(wide(self._half(x, rows, inputs)), wide(self._half(weight)), gelu=gelu, **known)
+            y = many_rows.product(wide(self._half(x, *apart, rows, inputs)), wide(self._half(weight)), gelu=gelu, **known)
             self._half(out, *many, rows, outputs)[:] = y
 
         self._do(work)
@@ -540,15 +540,20 @@ class Many(many_rows.ManyRows):
 
     def attention(
         self, q: Buffer, k: Buffer, v: Buffer, out: Buffer, *, heads: tuple[int, int], width: int, rows: int, length: int, q_stride: int,
-        kv_stride: int, causal: bool = False,
+        kv_stride: int, causal: bool = False, table: Buffer | None = None,
     ) -> None:  # fmt: skip
-        assert width in self._widths[1]
+        assert width in self._widths[1 if table is None else 2]
 
         def work() -> None:
             asked = [
                 strided(x.pointer, rows, stride, count * width, self._kind).reshape(rows // length, length, count, width)
                 for x, stride, count in ((q, q_stride, heads[0]), (k, kv_stride, heads[1]), (v, kv_stride, heads[1]))
             ]
+            if table is not None:
+                numbers = at(table.pointer, (rows, width), np.float32)
+                for i, count in enumerate(heads):
+                    turned = many_rows.turn(asked[i].reshape(rows, count, width), numbers)
+                    asked[i] = wide(turned.astype(self._kind)).reshape(asked[i].shape)
             seen = [many_rows.attention(*parts, causal=causal) for parts in zip(*asked, strict=True)]
             self._half(out, rows, heads[0] * width)[:] = np.concatenate(seen).reshape(rows, -1)
 

@@ -10,7 +10,7 @@ from typing import Any
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm, not_in_order
+from ..on_rows import Entry, Form, Places, RowsBound, apart, matrices, norm, not_in_order
 from .configuration import TEXT, Architecture
 from .network import VL_EPS
 
@@ -50,12 +50,9 @@ class Backbone:
         return cls(**{**said, "text": Form(**said["text"]), "seeing": Form(**said["seeing"]), "crosses": tuple(said["crosses"])})
 
     @property
-    def turned(self) -> tuple[int, ...]:
-        return (self.text.head_width,)
-
-    @property
-    def attended(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((self.text.head_width, self.seeing.head_width)))
+    def widths(self) -> Mapping[str, tuple[int, ...]]:
+        both = self.text.head_width, self.seeing.head_width
+        return {"turned": both[:1], "attended": tuple(dict.fromkeys(both))}
 
     def check(self, inputs: Mapping[str, Vector]) -> str | None:
         return not_in_order(inputs["attention_pos_id"])
@@ -110,5 +107,4 @@ def entries(a: Architecture, w: Weights, kind: type) -> Iterator[tuple[str, Entr
         yield from matrices(kind, f"{name}.up", ff.under("net.0.proj"))
         yield from matrices(kind, f"{name}.down", ff.under("net.2"))
     crosses = [head.under(f"model.transformer_blocks.{i}.attn1").under(part) for i in a.cross_blocks for part in ("to_k", "to_v")]
-    for name, (dtype, shape, pieces) in matrices(kind, "crosses", *crosses):
-        yield name, (dtype, (len(crosses), shape[0] // len(crosses), *shape[1:]), pieces)
+    yield from apart(matrices(kind, "crosses", *crosses), len(crosses))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import MOST_KEYS, WIDEST, FewRows, Look, Product, rows_on_card, tile_for
+from vla_eval.engines.few_rows import MOST_KEYS, MOST_ROWS, WIDEST, FewRows, Look, Product, rows_on_card, tile_for
 from vla_eval.engines.graph import PRECISIONS
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, Vector
@@ -59,7 +59,7 @@ class Shape:
 
     def look(self, block: int) -> Look:
         """A block's first half, up to what its heads have seen."""
-        return Look(self.width, self.head_width, own=not self.crosses(block))
+        return Look(self.rows, self.width, self.head_width, own=not self.crosses(block))
 
     def crosses(self, block: int) -> bool:
         """Whether the block looks at pictures and text, not at the actions."""
@@ -202,22 +202,22 @@ def eps_of(name: str) -> float:
 def check_shape(s: Shape) -> None:
     """Raises BadRequest for a network that the kernels do not take."""
     try:
-        if s.width % 64 or s.width > WIDEST or s.rows > 48:
-            raise ValueError(f"{s.width} wide, {s.rows} rows")
+        if s.width % 64 or s.width > WIDEST:
+            raise ValueError(f"{s.width} wide")
         for look in set(looks(s).values()):
             look.check()
         for product in set(products(s).values()):
-            tile_for(product, 48)
+            tile_for(product, s.rows)
     except ValueError as error:
         raise BadRequest(
-            f"--kernels: they take widths in multiples of 384 up to {WIDEST}, heads in multiples of 16 up to 64 and 48 rows ({error})"
+            f"--kernels: they take widths in multiples of 384 up to {WIDEST}, heads in multiples of 16 up to 64, {MOST_ROWS} rows ({error})"
         ) from error
 
 
 def stored_tensors(s: Shape, w: Weights, slot: int, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
     """What `write_tensors` wants for {PACKED}.safetensors."""
     made = layers(s, w, slot)
-    yield from packed(products(s), looks(s), {name: layer.weight for name, layer in made.items()}, 48, kind)
+    yield from packed(products(s), looks(s), {name: layer.weight for name, layer in made.items()}, s.rows, kind)
     for name, numbers in constants(s, w, made).items():
         yield name, (np.float32, numbers.shape, iter([numbers]))
 
@@ -237,7 +237,7 @@ class DitEngine:
             looks=[*self.looks.values()],
         )  # fmt: skip
         fixed = stored(component, f"{PACKED}.safetensors", self.kernels, self.plan, self.looks)
-        self.places = rows_on_card(fixed.pop("places"), self.kernels.padded)
+        self.places = rows_on_card(fixed.pop("places"), self.kernels.rows)
         self.fixed = upload(card, fixed)
         made = component.tensors(f"{PACKED}.{len(modulation)}.safetensors")
         kinds = {name: time_bias.dtype if name.endswith(".late") else numbers.dtype for name, numbers in made.items()}

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from vla_eval.engines.card import Buffer
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
-from ..on_rows import Entry, Form, Places, RowsBound, matrices, norm
+from ..on_rows import Entry, Form, Places, RowsBound, apart, matrices, norm
 from .configuration import VISUAL, Architecture
 
 
@@ -39,10 +40,8 @@ class Vision:
         return cls(**{**said, "form": Form(**said["form"]), "taps": tuple(said["taps"])})
 
     @property
-    def turned(self) -> tuple[int, ...]:
-        return (self.form.head_width,)
-
-    attended = turned
+    def widths(self) -> Mapping[str, tuple[int, ...]]:
+        return {"turning": (self.form.head_width,)}
 
     def check(self, inputs: Mapping[str, Vector]) -> str | None:
         lengths = np.diff(inputs["cu_seqlens"])
@@ -54,10 +53,12 @@ class Vision:
         places.plain("x", (rows, f.width))
         places.plain("table", (rows, f.head_width), "float32")
         places.plain("places", (rows, f.width))
-        for name in ("merged", "opened"):
-            places.plain(name, (rows // square, square * f.width))
-        for name in ("output", *(f"deepstack_features_{k}" for k in range(len(self.taps)))):
-            places.outputs[name] = places.plain(name, (rows // square, self.outputs))
+        mergers, tokens = len(self.taps) + 1, rows // square
+        for name in ("squares", "opened", "closed"):
+            places.plain(name, (mergers, tokens, square * f.width))
+        every = places.plain("features", (mergers, tokens, self.outputs))
+        for k, name in enumerate((*(f"deepstack_features_{k}" for k in range(len(self.taps))), "output")):
+            places.outputs[name] = every.part(k * tokens * self.outputs, (tokens, self.outputs))
 
     def run(self, bound: RowsBound) -> None:
         b, f, square = bound.buffers, self.form, self.merge**2
@@ -66,20 +67,19 @@ class Vision:
         bound.kernels.corners(bound.fixed["positions"], b["fast_pos_embed_idx"], b["fast_pos_embed_weight"], b["places"])
         bound.product("patches", b["input"], b["x"], base=b["places"])
         for i in range(self.depth):
-            bound.layer(str(i), f, b["x"], length, table=b["table"])
+            bound.layer(str(i), f, b["x"], length, table=b["table"], within=True)
             if i in self.taps:
-                name = f"deepstack_features_{self.taps.index(i)}"
-                bound.norm(f"{name}.norm", b["x"], b["normed"], eps=f.eps, layer=True, width=square * f.width)
-                self._merge(bound, name)
-        bound.norm("output.norm", b["x"], b["normed"], eps=f.eps, layer=True)
-        self._merge(bound, "output")
+                k = self.taps.index(i)
+                bound.norm(f"mergers.{k}.norm", b["x"], self._squares(b, k), eps=f.eps, layer=True, width=square * f.width)
+        last = len(self.taps)
+        bound.norm(f"mergers.{last}.norm", b["x"], self._squares(b, last), eps=f.eps, layer=True)
+        bound.product("mergers.open", b["squares"], b["opened"])  # all at once: one alone leaves most of the card idle
+        bound.kernels.gate(b["opened"], b["closed"], "gelu")
+        bound.product("mergers.close", b["closed"], b["features"])
 
-    def _merge(self, bound: RowsBound, name: str) -> None:
-        """Neighbours side by side, which a norm has left in `normed`, to an output."""
-        b = bound.buffers
-        bound.product(f"{name}.open", b["normed"].part(0, b["merged"].shape), b["merged"])
-        bound.kernels.gate(b["merged"], b["opened"], "gelu")
-        bound.product(f"{name}.close", b["opened"], b[name])
+    def _squares(self, b: Mapping[str, Buffer], k: int) -> Buffer:
+        """Neighbours side by side, as the norm of one merger leaves them."""
+        return b["squares"].part(k * b["x"].shape[0] * self.form.width, b["x"].shape)
 
 
 def entries(a: Architecture, w: Weights, kind: type) -> Iterator[tuple[str, Entry]]:
@@ -96,9 +96,8 @@ def entries(a: Architecture, w: Weights, kind: type) -> Iterator[tuple[str, Entr
         yield from norm(f"{i}.between", block.under("norm2"))
         yield from matrices(kind, f"{i}.up", block.under("mlp.linear_fc1"))
         yield from matrices(kind, f"{i}.down", block.under("mlp.linear_fc2"))
-    mergers = {"output": w.under("merger")}  # by what they give
-    mergers |= {f"deepstack_features_{k}": w.under("deepstack_merger_list").under(k) for k in range(len(a.vision.deepstack_after_blocks))}
-    for name, part in mergers.items():
-        yield from norm(f"{name}.norm", part.under("norm"))
-        yield from matrices(kind, f"{name}.open", part.under("linear_fc1"))
-        yield from matrices(kind, f"{name}.close", part.under("linear_fc2"))
+    mergers = [*(w.under("deepstack_merger_list").under(k) for k in range(len(a.vision.deepstack_after_blocks))), w.under("merger")]
+    for k, merger in enumerate(mergers):
+        yield from norm(f"mergers.{k}.norm", merger.under("norm"))
+    for name, part in (("open", "linear_fc1"), ("close", "linear_fc2")):
+        yield from apart(matrices(kind, f"mergers.{name}", *(merger.under(part) for merger in mergers)), len(mergers))

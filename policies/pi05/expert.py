@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
-from vla_eval.engines.few_rows import WIDEST, FewRows, Product, interleaved, padded, rows_on_card, tile_for
+from vla_eval.engines.few_rows import MOST_SHARING, WIDEST, FewRows, Product, interleaved, rows_on_card, tile_for
 from vla_eval.engines.graph import NUMPY, PRECISIONS
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, Vector
@@ -136,17 +136,19 @@ def denoise_step(do: Arithmetic, s: Shape) -> None:
 def check_shape(s: Shape) -> None:
     """Raises BadRequest for a network that the kernels do not take."""
     try:
-        if s.width % 64 or s.width > WIDEST or s.head_width % 64 or padded(s.horizon) != 16:
+        if s.width % 64 or s.width > WIDEST or s.head_width % 64 or s.horizon > MOST_SHARING:
             raise ValueError(f"{s.width} wide, heads of {s.head_width}, {s.horizon} actions")
         for product in set(products(s).values()):
-            tile_for(product, 16)
+            tile_for(product, s.horizon)
     except ValueError as error:
-        raise BadRequest(f"--kernels: they take widths and heads in multiples of 64, up to {WIDEST} and 16 actions ({error})") from error
+        raise BadRequest(
+            f"--kernels: they take widths and heads in multiples of 64, up to {WIDEST} and {MOST_SHARING} actions ({error})"
+        ) from error
 
 
 def stored_tensors(s: Shape, w: Weights, kind: type) -> Iterator[tuple[str, tuple[type, Sequence[int], Iterator[Vector]]]]:
     """What `write_tensors` wants for {PACKED}.safetensors."""
-    yield from packed(products(s), {}, layers(s, w), 16, kind)
+    yield from packed(products(s), {}, layers(s, w), s.horizon, kind)
     for name, numbers in projections(w).items():
         yield name, (np.float32, numbers.shape, iter([numbers]))
 
@@ -174,11 +176,15 @@ class ExpertEngine:
         """
         found = [site_vectors(self.shape, np.asarray(step, np.float32)[0]) for step in modulation]
         space = Workspace(self.kernels, self._shifted, 1)
-        kind, r = PRECISIONS[self.component.dtype], self.kernels.padded
+        kind, r = PRECISIONS[self.component.dtype], self.kernels.rows
         space.rows("shifts", self.shape.width, kind)
         for name, product in self._shifted.items():
             tile, real = self.kernels.tiles[product], self.kernels.tiles[self.plan[name]]
-            assert (tile.cluster, tile.steps) == (real.cluster, real.steps)  # so both read the weights as they are packed
+            assert (tile.cluster, tile.width, tile.steps) == (
+                real.cluster,
+                real.width,
+                real.steps,
+            )  # so both read the weights as they are packed
             if (into := f"made {product.outputs}") not in space.buffers:
                 space.rows(into, product.outputs, "float32")
             for first in range(0, len(found), r):

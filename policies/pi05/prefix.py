@@ -34,10 +34,8 @@ class Prefix:
         return cls(**{**said, "form": Form(**said["form"])})
 
     @property
-    def turned(self) -> tuple[int, ...]:
-        return (self.form.head_width,)
-
-    attended = turned
+    def widths(self) -> Mapping[str, tuple[int, ...]]:
+        return {"turned": (self.form.head_width,), "attended": (self.form.head_width,)}
 
     def check(self, inputs: Mapping[str, Vector]) -> str | None:
         return not_in_order(inputs["attention_pos_id"])

@@ -41,12 +41,8 @@ class Vision:
         return cls(**{**said, "form": Form(**said["form"])})
 
     @property
-    def turned(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def attended(self) -> tuple[int, ...]:
-        return (self.form.head_width,)
+    def widths(self) -> Mapping[str, tuple[int, ...]]:
+        return {"attended": (self.form.head_width,)}
 
     @property
     def patch_values(self) -> int:

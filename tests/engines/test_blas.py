@@ -130,15 +130,16 @@ class Held:
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)
-@pytest.mark.parametrize("form", ["plain", "bias", "gelu", "gelu and bias", "base", "in place", "shared rows"])
+@pytest.mark.parametrize("form", ["plain", "bias", "gelu", "gelu and bias", "base", "in place", "shared rows", "own rows"])
 def test_a_product_is_told_so_that_it_gives_what_numpy_gives(form: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library, card, rng = Blas(), Held(), np.random.default_rng(0)
     monkeypatch.setattr(many_rows, "blas", lambda: library)
     monkeypatch.setattr(many_rows, "compiling", lambda *_: None)
     rows = ManyRows(card, dtype=dtype)  # type: ignore[arg-type]
-    kind, many = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype], (3,) if form == "shared rows" else ()
+    kind, many = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype], (3,) if form.endswith(" rows") else ()
     x, weight, bias, base = (
-        rng.standard_normal(shape).astype(kind) for shape in ((5, 16), (*many, 24, 16), (*many, 24), (*many, 5, 24))
+        rng.standard_normal(shape).astype(kind)
+        for shape in ((*(many if form == "own rows" else ()), 5, 16), (*many, 24, 16), (*many, 24), (*many, 5, 24))
     )  # fmt: skip
     out, known, given = card.buffer(base if form == "in place" else np.full_like(base, np.nan)), dict[str, Any](), dict[str, Any]()
     if form not in ("plain", "gelu"):

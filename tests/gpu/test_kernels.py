@@ -82,17 +82,17 @@ def test_a_product_gives_what_numpy_gives(card: Card, product: Product, rows: in
     padded = np.pad(fed, ((0, 0), (0, tile.inputs - product.inputs)))
     velocity = product.out == "VELOCITY"
     narrow, wide = (
-        card.load(np.full((max(n, 64) // 8, made.padded, 8), 7, np.float16)),
-        card.load(np.full((tile.outputs // 8, made.padded, 8), 7, np.float32)),
+        card.load(np.full((max(n, 64) // 8, made.rows, 8), 7, np.float16)),
+        card.load(np.full((tile.outputs // 8, made.rows, 8), 7, np.float32)),
     )
-    told = card.load(np.zeros((COPIES, made.padded, 2), np.int64))
+    told = card.load(np.zeros((COPIES, made.rows, 2), np.int64))
     values: dict[str, Any] = {
-        "weight": card.load(pack(weight, tile)), "rows_in": card.load(rows_on_card(padded, made.padded)),
+        "weight": card.load(pack(weight, tile)), "rows_in": card.load(rows_on_card(padded, made.rows)),
         "bias": card.load(vectors["bias"]), "eps": 1e-5, "first": 1 if product.out in ("SILU", "VELOCITY") else 0, "wide": wide,
     }  # fmt: skip
     known: dict[str, Any] = {"bias": vectors["bias"][: product.outputs], "eps": 1e-5, "first": values["first"]}
     if product.norm != "NONE":
-        values |= {"stats": card.load(whole_sums(x, made.padded)), "lost": card.load(vectors["lost"])}
+        values |= {"stats": card.load(whole_sums(x, made.rows)), "lost": card.load(vectors["lost"])}
         known |= {"stats": few_rows.sums(x), "lost": vectors["lost"][: product.outputs]}
     if product.out == "GATE_UP":
         known["bias"] = np.concatenate([vectors["bias"][:n], vectors["lost"][:n]])
@@ -100,7 +100,7 @@ def test_a_product_gives_what_numpy_gives(card: Card, product: Product, rows: in
         late = vectors["lost"].astype(np.float16)
         values["late"], known["late"] = card.load(late), late[: product.outputs].astype(np.float32)
     if product.out == "RESIDUAL":
-        values |= {"base": card.load(rows_on_card(base, made.padded)), "gate": card.load(vectors["gate"])}
+        values |= {"base": card.load(rows_on_card(base, made.rows)), "gate": card.load(vectors["gate"])}
         values |= {"scale": card.load(after), "told": told}
         known |= {"base": base, "gate": vectors["gate"]}
     if velocity:
@@ -132,8 +132,8 @@ def test_what_heads_see_is_what_numpy_sees(card: Card, keys: int, seen: int | No
     fed, (bias, lost) = (x * scale).astype(np.float16), rng.standard_normal((2, n)).astype(np.float32)
     values: dict[str, Any] = {
         "weight": card.load(look.pack(weight)), "bias": card.load(bias), "lost": card.load(lost),
-        "stats": card.load(whole_sums(x, made.padded)), "rows_in": card.load(rows_on_card(fed, made.padded)),
-        "out": card.load(np.full((w // 8, made.padded, 8), 7, np.float16)), "eps": 1e-5,
+        "stats": card.load(whole_sums(x, made.rows)), "rows_in": card.load(rows_on_card(fed, made.rows)),
+        "out": card.load(np.full((w // 8, made.rows, 8), 7, np.float16)), "eps": 1e-5,
     }  # fmt: skip
     context = None
     if seen is not None:
@@ -160,7 +160,7 @@ def test_attention_over_shared_keys_gives_what_numpy_gives(card: Card, keys: int
     k, v = (rng.standard_normal((keys, d)).astype(np.float16) for _ in range(2))
     angle = rng.uniform(0, 6, (s.horizon, d // 2)).astype(np.float32)
     table = np.concatenate([np.cos(angle), np.sin(angle)], 1)
-    out = card.load(np.zeros((s.heads * d // 8, made.padded, 8), np.float16))
+    out = card.load(np.zeros((s.heads * d // 8, made.rows, 8), np.float16))
     made.attention_shared(s.heads, keys, own=card.load(own), k=card.load(k), v=card.load(v), rotary=card.load(table), out=out)
     parts = own.astype(np.float32).reshape(s.horizon, s.heads + 2, d)
     cos, sin = table[:, None, : d // 2], table[:, None, d // 2 :]

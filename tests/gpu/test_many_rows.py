@@ -76,6 +76,15 @@ def test_products_that_share_their_rows(card: Card) -> None:
     assert off(out, many_rows.product(wide, wide_weight, bias=wide_bias[:, None])) < 1e-3
 
 
+def test_products_with_rows_of_their_own(card: Card) -> None:
+    x, wide = numbers("float16", 4, 128, 4096)
+    weight, wide_weight = numbers("float16", 4, 2048, 4096, scale=4096**-0.5)
+    bias, wide_bias = numbers("float16", 4, 2048)
+    out = poisoned(card, "float16", 4, 128, 2048)
+    made(card, "float16").product(card.load(x), card.load(weight), out, bias=card.load(bias))
+    assert off(out, many_rows.product(wide, wide_weight, bias=wide_bias[:, None])) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("rows", "width"), [(512, 1024), (148, 2048), (3, 4096), (5, 1152), (2, 32)])
 @pytest.mark.parametrize(("layer", "more"), [(True, False), (False, True), (False, False)])
@@ -141,6 +150,34 @@ def test_attention_gives_what_numpy_gives(
     parts = [np.split(part, sequences) for part in np.split(wide, np.cumsum((heads[0], heads[1])), 1)]
     wanted = np.concatenate([many_rows.attention(q, k, v, causal=causal) for q, k, v in zip(*parts, strict=True)])
     assert off(out, wanted.reshape(rows, -1)) < 2 * ROUNDED[dtype]  # weights are rounded as well
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("width", "heads", "length", "sequences"), [(64, (16, 16), 256, 2), (64, (4, 2), 300, 3), (16, (4, 4), 33, 1)])
+def test_attention_that_turns_gives_the_bits_of_rotary_and_attention(
+    card: Card, dtype: str, width: int, heads: tuple[int, int], length: int, sequences: int
+) -> None:
+    kernels = ManyRows(card, dtype=dtype, turned=(width,), attended=(width,), turning=(width,))
+    rows, stride = length * sequences, (heads[0] + 2 * heads[1]) * width
+    x, wide = numbers(dtype, rows, heads[0] + 2 * heads[1], width, scale=1.5)
+    table = np.random.default_rng(4).standard_normal((rows, width)).astype(np.float32)
+    there, found = card.load(table), []
+    for apart in (True, False):
+        on, out = card.load(x.reshape(rows, -1)), poisoned(card, dtype, rows, heads[0] * width)
+        k, v = (on.part(n * width, (rows * stride - n * width,)) for n in (heads[0], heads[0] + heads[1]))
+        if apart:
+            kernels.turn(on, there, heads, q=on, k=k, q_stride=stride, kv_stride=stride)
+        kernels.attention(
+            on, k, v, out, heads=heads, width=width, rows=rows, length=length, q_stride=stride, kv_stride=stride,
+            table=None if apart else there,
+        )  # fmt: skip
+        found.append(out.to_host())
+    assert np.array_equal(found[0], found[1])
+    parts = np.split(wide, np.cumsum(heads), 1)
+    parts[:2] = [many_rows.turn(part, table).astype(KINDS[dtype]).astype(np.float32) for part in parts[:2]]
+    split = [np.split(part, sequences) for part in parts]
+    wanted = np.concatenate([many_rows.attention(*one) for one in zip(*split, strict=True)])
+    assert off(found[1], wanted.reshape(rows, -1)) < 2 * ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gated_gelu", "gated_silu"])

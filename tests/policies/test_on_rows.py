@@ -193,7 +193,12 @@ def halves_exchanged(array: Array) -> Array:
     return np.concatenate(np.split(array, 2)[::-1])
 
 
-ANOTHER_POSITION = of_calls("turn", _1=lambda engine, given: engine.card.load(np.roll(given["_1"].to_host(), 1, -2)))
+def rolled(name: str) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """A rotary table, every row another's."""
+    return lambda engine, given: given[name] and engine.card.load(np.roll(given[name].to_host(), 1, -2))
+
+
+ANOTHER_POSITION = of_calls("turn", _1=rolled("_1"))
 ALL_TOGETHER = of_calls("attention", length=lambda _, given: given["rows"])
 EXACT_GELU = of_arithmetic("gelu_tanh", lambda x: 0.5 * x * (1 + erf(x * math.sqrt(0.5))))
 WRONG: dict[tuple[str, str], dict[str, Change]] = {
@@ -203,7 +208,7 @@ WRONG: dict[tuple[str, str], dict[str, Change]] = {
         "taps one block late": of_network(taps=(1, 2, 3)),
         "exact gelu": EXACT_GELU,
         "another picture seen": ALL_TOGETHER,
-        "another position": ANOTHER_POSITION,
+        "another position": of_calls("attention", table=rolled("table")),
         "another place": of_weights("positions", lambda array: np.roll(array, 1, 0)),
         "a tap normed before its neighbours stand side by side": of_calls("norm", width=None),
         "tanh gelu where patches merge": of_arithmetic("gate", lambda x, kind: few_rows.gelu_tanh(x)),

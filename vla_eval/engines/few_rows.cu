@@ -1,6 +1,6 @@
 // A denoise step's kernels for the few rows of one robot's chunk: products that read their weights once, and attention over small heads.
 //
-// R rows (padded to 16 or 48), K inputs, N outputs; `KIND` is f16 or bf16. Every kernel starts while its predecessor still runs
+// R rows, K inputs, N outputs; `KIND` is f16 or bf16. Every kernel starts while its predecessor still runs
 // (programmatic dependent launch): it asks for its weights at once, and waits before it reads what the predecessor wrote.
 //
 // Products: a cluster of C blocks shares a tile of N outputs. Each block multiplies a slice of K, weights as the left operand (64 outputs to
@@ -9,7 +9,8 @@
 // the order does not matter; who reads multiplies the scaled rows and applies the norm to the products, since
 // sum_k w_k ((x_k - m) r (1 + s_k) + t_k) = r (sum_k w_k (1 + s_k) x_k - m u) + c.
 //
-// Rows lie as wgmma reads them, eight numbers of every row together: [K / 8, R, 8]. A slice of K is then one piece of memory.
+// Rows lie as wgmma reads them, eight numbers of every row together: [K / 8, R, 8]. A slice of K is then one piece of memory. wgmma multiplies
+// 16 or 48 rows; those beyond R are whatever lies behind, and nobody reads what comes of them.
 
 DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -111,19 +112,21 @@ DEVICE float2 norm_of(const u64* stats, int row, float eps) {
     return make_float2(factor, (float)mean * factor);
 }
 
-// R8 rows / 8, K inputs, C blocks a cluster, G groups of 64 outputs a block, W warp groups that split a block's slice of K,
-// J steps of 16 that arrive together, S of those in flight.
-template <int R8, int K, int C, int G, int W, int J, int S, int OUT>
+// R rows, K inputs, C blocks a cluster, TN outputs of a cluster (a block has G groups of 64 for them), W warp groups that split a block's
+// slice of K, J steps of 16 that arrive together, S of those of the weights and A of the rows that a block has room for.
+template <int R, int K, int C, int TN, int W, int J, int S, int A, int OUT>
 struct Tile {
     static constexpr bool RESIDUAL_OLD = OUT == RESIDUAL;
-    static constexpr int R = 8 * R8, KS = K / C, TN = 64 * G, CHUNKS = KS / 16 / J, THREADS = 128 * G * W + 32;
+    static constexpr int R8 = R > 16 ? 6 : 2, KS = K / C, G = (TN + 63) / 64, CHUNKS = KS / 16 / J, THREADS = 128 * G * W + 64;
     static constexpr int COLUMN = R * 16, PS = TN + 4;  // bytes of eights of K; words between rows of sums: banks stay apart
-    static constexpr int CHUNK = TN * J * 32, ROWS_CHUNK = J * 2 * COLUMN;
+    static constexpr int STEP = TN * 32, CHUNK = J * STEP, ROWS_CHUNK = J * 2 * COLUMN;
     static constexpr int F = TN / C;  // outputs that a block finishes
-    static constexpr int STATS = 512, FAR = STATS + COPIES * R * 16 + R * 8, X = (FAR + 4 * F * 4 + (RESIDUAL_OLD ? F * R * 4 : 0) + 127) / 128 * 128, RING = X + KS / 8 * COLUMN;
-    static constexpr int WITH_RING = RING + S * CHUNK, WITH_SUMS = X + R * PS * 4 * (W > 2 ? W - 1 : 1);
+    static constexpr int STATS = (8 * (1 + 3 * CHUNKS) + 127) / 128 * 128, FAR = (STATS + COPIES * R * 16 + R * 8 + 15) / 16 * 16;
+    static constexpr int X = (FAR + 4 * F * 4 + (RESIDUAL_OLD ? F * R * 4 : 0) + 127) / 128 * 128, RING = (X + A * ROWS_CHUNK + 127) / 128 * 128;
+    static constexpr int WITH_RING = RING + S * CHUNK + (64 * G - TN) * 16;  // the last group reads as if it had 64 outputs
+    static constexpr int WITH_SUMS = X + 8 * R8 * PS * 4 * (W > 2 ? W - 1 : 1);
     static constexpr int BYTES = WITH_RING > WITH_SUMS ? WITH_RING : WITH_SUMS;
-    static_assert(K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && 2 * S + CHUNKS < 64 && TN / C % 8 == 0, "tile");
+    static_assert(R <= 48 && K % (16 * C * J) == 0 && J % W == 0 && S <= CHUNKS && A <= CHUNKS && TN % 16 == 0 && TN % (8 * C) == 0, "tile");
 };
 
 template <int C>
@@ -140,31 +143,32 @@ DEVICE void get(float (&to)[4], const float* from) {
     to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w;
 }
 
-template <int R8, int K, int C, int G, int W, int J, int S, int NORM, int OUT>
+template <int R, int K, int C, int TN, int W, int J, int S, int A, int NORM, int OUT>
 DEVICE void product(const Product& p) {
-    using L = Tile<R8, K, C, G, W, J, S, OUT>;
-    constexpr int R = L::R, PS = L::PS, TN = L::TN, THREADS = L::THREADS, CHUNKS = L::CHUNKS;
+    using L = Tile<R, K, C, TN, W, J, S, A, OUT>;
+    constexpr int R8 = L::R8, G = L::G, PS = L::PS, THREADS = L::THREADS, CHUNKS = L::CHUNKS;
     extern __shared__ __align__(128) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, group = warp / 4, g = group % G, w = group / G;
     const u32 base = shared_address(memory), rank = C > 1 ? cluster_rank() : 0, tile = blockIdx.x / C;
-    const u32 full = base, empty = base + 8 * S, here = base + 16 * S, near = here + 8 * CHUNKS;
+    // of each arrival of weights, of rows, and of its products; of vectors
+    const u32 full = base, here = full + 8 * CHUNKS, done = here + 8 * CHUNKS, near = done + 8 * CHUNKS;
     float* sums = (float*)(memory + L::X);
-    const bool loads = warp == THREADS / 32 - 1;
+    const bool multiplies = warp < 4 * G * W, loads = warp == 4 * G * W;
 
     const u8* weights = p.weight + (size_t)blockIdx.x * CHUNKS * L::CHUNK;
+    auto load_weights = [&](int c) { load_bulk(base + L::RING + c % S * L::CHUNK, weights + (size_t)c * L::CHUNK, L::CHUNK, full + 8 * c); };
     if (loads && lane == 0) {
-        for (int s = 0; s < S; s++) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, G * W);
-        for (int c = 0; c < CHUNKS; c++) barrier_init(here + 8 * c, 1);
+        for (int c = 0; c < CHUNKS; c++) barrier_init(full + 8 * c, 1), barrier_init(here + 8 * c, 1), barrier_init(done + 8 * c, G * W);
         barrier_init(near, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
-        for (int s = 0; s < S; s++) load_bulk(base + L::RING + s * L::CHUNK, weights + (size_t)s * L::CHUNK, L::CHUNK, full + 8 * s);
+        for (int c = 0; c < S; c++) load_weights(c);
         if (S < CHUNKS) prefetch(weights + (size_t)S * L::CHUNK, (CHUNKS - S) * L::CHUNK);  // the rest, into the second level cache
     }
     let_successor_start();
     __syncthreads();  // barriers stand
 
-    // What each thread will finish: eight outputs of a row. What that takes comes into shared memory meanwhile.
+    // What each thread will finish: four outputs of a row. What that takes comes into shared memory meanwhile.
     constexpr int F = L::F, DONE = OUT == GATE_UP ? F / 2 : F, ITEMS = DONE / 4 * R, TURNS = (ITEMS + THREADS - 1) / THREADS;
     const int n0 = OUT == GATE_UP ? (tile * TN + rank * F) / 2 : tile * TN + rank * F;
     float *bias = (float*)(memory + L::FAR), *lost = bias + F, *scale = lost + F, *gate = scale + F, *old = gate + F;
@@ -181,11 +185,21 @@ DEVICE void product(const Product& p) {
     if (loads) {
         if (lane == 0) {
             const u8* rows = (const u8*)p.in + (size_t)rank * (L::KS / 8) * L::COLUMN;
-            for (int c = 0; c < CHUNKS; c++)
-                load_bulk(base + L::X + c * L::ROWS_CHUNK, rows + (size_t)c * L::ROWS_CHUNK, L::ROWS_CHUNK, here + 8 * c);
+            auto load_rows = [&](int c) { load_bulk(base + L::X + c % A * L::ROWS_CHUNK, rows + (size_t)c * L::ROWS_CHUNK, L::ROWS_CHUNK, here + 8 * c); };
+            for (int c = 0; c < A; c++) load_rows(c);
+            for (int c = 0; c + (A < S ? A : S) < CHUNKS; c++) {
+                barrier_wait(done + 8 * c, 0);
+                if (c + A < CHUNKS) load_rows(c + A);
+                if (c + S < CHUNKS) load_weights(c + S);
+            }
+        }
+        __syncwarp();
+    } else if (!multiplies) {
+        if (lane == 0) {
             constexpr int BYTES = DONE * 4;
             barrier_expect(near, (p.bias ? BYTES : 0) + (p.lost ? BYTES : 0) + (OUT == RESIDUAL ? (p.scale ? BYTES : 0) + (p.gate ? BYTES : 0) + F * R * 4 : 0) +
                            (OUT == SILU ? DONE * 2 : 0) + (NORM != NONE ? COPIES * R * 16 : 0));
+            if constexpr (NORM != NONE) load_part(base + L::STATS, p.stats, COPIES * R * 16, near);
             if (p.bias) load_part(shared_address(bias), p.bias + n0, BYTES, near);
             if (p.lost) load_part(shared_address(lost), p.lost + n0, BYTES, near);
             if constexpr (OUT == SILU) load_part(shared_address(late), p.late + n0, DONE * 2, near);
@@ -194,36 +208,28 @@ DEVICE void product(const Product& p) {
                 if (p.gate) load_part(shared_address(gate), p.gate + n0, BYTES, near);
                 load_part(shared_address(old), p.base + (size_t)n0 * R, F * R * 4, near);
             }
-            if constexpr (NORM != NONE) load_part(base + L::STATS, p.stats, COPIES * R * 16, near);
-            for (int c = S; c < CHUNKS; c++) {
-                barrier_wait(empty + 8 * (c % S), (c / S - 1) & 1);
-                load_bulk(base + L::RING + (c % S) * L::CHUNK, weights + (size_t)c * L::CHUNK, L::CHUNK, full + 8 * (c % S));
-            }
         }
         __syncwarp();
         if constexpr (NORM != NONE) {
             barrier_wait(near, 0);
-            for (int row = lane; row < p.rows; row += 32) {
-                norms[row] = norm_of<R, K, NORM>(stats, row, p.eps);
-            }
+            for (int row = lane; row < p.rows; row += 32) norms[row] = norm_of<R, K, NORM>(stats, row, p.eps);
         }
         __syncwarp();
     } else {
         for (int c = 0; c < CHUNKS; c++) {
             barrier_wait(here + 8 * c, 0);
-            barrier_wait(full + 8 * (c % S), (c / S) & 1);
-            const u32 stage = base + L::RING + (c % S) * L::CHUNK;
+            barrier_wait(full + 8 * c, 0);
+            const u32 stage = base + L::RING + c % S * L::CHUNK + g * 1024, rows = base + L::X + c % A * L::ROWS_CHUNK;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
             #pragma unroll
             for (int j = 0; j < J / W; j++) {
                 const int k = w * (J / W) + j;
-                multiply_group<R8>(sum, operand(stage + g * (J * 2048) + k * 2048, 1024, 128),
-                                   operand(base + L::X + (c * J + k) * 2 * L::COLUMN, L::COLUMN, 128));
+                multiply_group<R8>(sum, operand(stage + k * L::STEP, TN * 16, 128), operand(rows + k * 2 * L::COLUMN, L::COLUMN, 128));
             }
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            if constexpr (S < CHUNKS) {
+            if constexpr (S < CHUNKS || A < CHUNKS) {
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (c > 0 && thread % 128 == 0) barrier_arrive(empty + 8 * ((c - 1) % S));
+                if (c > 0 && thread % 128 == 0) barrier_arrive(done + 8 * (c - 1));
             }
         }
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -235,9 +241,10 @@ DEVICE void product(const Product& p) {
 
     __syncthreads();  // the sums lie where rows and weights were
     float* own = sums + (lane & 3) * 2 * PS + g * 64 + (warp & 3) * 16 + (lane >> 2);
-    constexpr int PART = R * PS;
+    constexpr int PART = 8 * R8 * PS;
+    const bool has = multiplies && g * 64 + (warp & 3) * 16 < TN;
     if constexpr (W > 1) {
-        if (w > 0 && !loads) {
+        if (w > 0 && has) {
             #pragma unroll
             for (int r = 0; r < R8; r++) {
                 float* at = own + (w - 1) * PART + r * 8 * PS;
@@ -245,7 +252,7 @@ DEVICE void product(const Product& p) {
             }
         }
         __syncthreads();
-        if (w == 0) {
+        if (w == 0 && has) {
             #pragma unroll
             for (int other = 0; other < W - 1; other++)
                 #pragma unroll
@@ -255,7 +262,7 @@ DEVICE void product(const Product& p) {
                 }
         }
     }
-    if (w == 0 && !loads) {
+    if (w == 0 && has) {
         #pragma unroll
         for (int r = 0; r < R8; r++) {
             float* at = own + r * 8 * PS;
@@ -367,9 +374,10 @@ struct Begin {
 };
 
 // A step begins: its rows as the first product reads them, and norms' sums that are zero again.
-template <int R8>
+template <int R>
 DEVICE void begin(const Begin& p) {
-    constexpr int R = 8 * R8;
+    let_successor_start();
+    wait_for_predecessor();
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, all = gridDim.x * blockDim.x;
     for (int i = thread; i < R * p.padded; i += all) {
         const int row = i / p.padded, k = i % p.padded;
@@ -406,24 +414,24 @@ DEVICE void consumers_meet() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
 // A head's cluster of three blocks. Where rows look at one another, one block makes the head's queries, one its keys, one its values, each from
 // all W inputs, and gives them to the others; where they look at a context, every block takes a third of the inputs, and the parts of the
 // queries' sums go to who needs them. Each block then looks for 16 rows, 16 keys a warp.
-template <int R8, int W, int D, bool OWN>
+template <int T, int W, int D, bool OWN>
 struct Glance {
-    static constexpr int R = 8 * R8, C = 3, KS = OWN ? W : W / C, STEPS = KS / 16, J = 8, CHUNKS = STEPS / J, COLUMN = R * 16;
+    static constexpr int R = 48, C = 3, KS = OWN ? W : W / C, STEPS = KS / 16, J = 8, CHUNKS = STEPS / J, COLUMN = T * 16;
     static constexpr int STEP = 2 * D * 16, CHUNK = J * STEP, ROWS_CHUNK = J * 2 * COLUMN, S = CHUNKS < 5 ? CHUNKS : 5;
     static constexpr int HS = D + 8, PS = D + 4, WARP = 16 * HS * 2 * 2, MOST = 512;  // bytes of a warp's keys and values; keys
-    static constexpr int STATS = 512, NORMS = STATS + COPIES * R * 16, VECTORS = NORMS + R * 8, CHOSEN = VECTORS + 2 * D * 4;
+    static constexpr int STATS = 512, NORMS = STATS + COPIES * T * 16, VECTORS = (NORMS + T * 8 + 15) / 16 * 16, CHOSEN = VECTORS + 2 * D * 4;
     static constexpr int Q = (CHOSEN + (OWN ? 0 : (MOST + 8) * 2) + 127) / 128 * 128, GOT = Q + 16 * HS * 2;  // 16 queries; what others give
     static constexpr int KEYS = GOT + (OWN ? 2 * R * HS * 2 : C * 16 * PS * 4), X = (KEYS + (OWN ? 0 : 16 * WARP) + 127) / 128 * 128;
     static constexpr int ROOM = KS / 8 * COLUMN > 4 * R * PS * 4 ? KS / 8 * COLUMN : 4 * R * PS * 4;  // of rows, then of sums
-    static constexpr int RING = X + ROOM, BYTES = RING + S * CHUNK + 256, THREADS = 576;  // a product reads a little beyond its D outputs
-    static_assert(R == 16 * C && D % 16 == 0 && D <= 64 && W % (C * J * 16) == 0 && CHUNKS <= 12, "a head's cluster");
+    static constexpr int RING = (X + ROOM + 127) / 128 * 128, BYTES = RING + S * CHUNK + 256, THREADS = 576;  // a product reads a little beyond its D outputs
+    static_assert(T <= R && R == 16 * C && D % 16 == 0 && D <= 64 && W % (C * J * 16) == 0 && CHUNKS <= 12, "a head's cluster");
     static_assert(C * WARP <= ROOM && 16 * PS * 4 + 128 <= WARP, "what warps have seen lies where sums were");
 };
 
-template <int R8, int W, int D, bool OWN>
+template <int T, int W, int D, bool OWN>
 DEVICE void glance(const Look& p) {
-    using L = Glance<R8, W, D, OWN>;
-    constexpr int R = L::R, HS = L::HS, PS = L::PS;
+    using L = Glance<T, W, D, OWN>;
+    constexpr int R = L::R, R8 = R / 8, HS = L::HS, PS = L::PS;
     extern __shared__ __align__(128) u8 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, head = blockIdx.x / L::C;
     const u32 base = shared_address(memory), rank = cluster_rank();
@@ -488,16 +496,14 @@ DEVICE void glance(const Look& p) {
     if (warp == 17) {  // norms
         const int n0 = (OWN ? rank * W : 0) + head * D;
         if (lane == 0) {
-            barrier_expect(near, 2 * D * 4 + COPIES * R * 16);
-            load_part(base + L::STATS, p.stats, COPIES * R * 16, near);
+            barrier_expect(near, 2 * D * 4 + COPIES * T * 16);
+            load_part(base + L::STATS, p.stats, COPIES * T * 16, near);
             load_part(base + L::VECTORS, p.bias + n0, D * 4, near);
             load_part(base + L::VECTORS + D * 4, p.lost + n0, D * 4, near);
         }
         barrier_wait(near, 0);
         const u64* stats = (const u64*)(memory + L::STATS);
-        for (int row = lane; row < R; row += 32) {
-            ((float2*)(memory + L::NORMS))[row] = norm_of<R, W, LAYER>(stats, row, p.eps);
-        }
+        for (int row = lane; row < T; row += 32) ((float2*)(memory + L::NORMS))[row] = norm_of<T, W, LAYER>(stats, row, p.eps);
         __syncwarp();
         if (lane == 0) barrier_arrive(normed);
         wait_for_cluster();
@@ -670,7 +676,7 @@ DEVICE void glance(const Look& p) {
         const float inverse = 1.0f / all;
         const int at = head * D + d;
         if (first + row < p.rows)
-            *(uint2*)(p.out + ((size_t)(at / 8) * R + first + row) * 8 + at % 8) =
+            *(uint2*)(p.out + ((size_t)(at / 8) * T + first + row) * 8 + at % 8) =
                 make_uint2(rounded(y[0] * inverse, y[1] * inverse), rounded(y[2] * inverse, y[3] * inverse));
     }
 }
@@ -687,9 +693,8 @@ struct Project {
 };
 
 // A product in float32 throughout, for a few inputs: four outputs of a row a thread.
-template <int R8>
+template <int R>
 DEVICE void project_in(const Project& p) {
-    constexpr int R = 8 * R8;
     let_successor_start();
     wait_for_predecessor();
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.outputs / 4 * R; i += gridDim.x * blockDim.x) {
@@ -725,9 +730,8 @@ struct Finish {
 };
 
 // The last norm and a product in float32: one output of a row a warp.
-template <int R8>
+template <int R>
 DEVICE void project_out(const Finish& p) {
-    constexpr int R = 8 * R8;
     const int lane = threadIdx.x & 31, at = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
     let_successor_start();
     wait_for_predecessor();
@@ -773,7 +777,7 @@ DEVICE void rotate_eight(const u16* from, const float* table, u16* to) {
 }
 
 // Up to 16 rows of one head over a slice of the keys that all heads share; a cluster of eight blocks covers all keys.
-template <int D>
+template <int T, int D>
 DEVICE void attend_shared(const Shared& p) {
     constexpr int R = 16, C = 8, DS = D + 8, WORDS = D / 8, WARPS = 4, DIMS = D / WARPS, PART = D / C;
     extern __shared__ __align__(128) u8 memory[];
@@ -887,7 +891,7 @@ DEVICE void attend_shared(const Shared& p) {
         }
         const float inverse = 1.0f / sum;
         const int n = head * D + d;
-        *(uint2*)(p.out + ((size_t)(n / 8) * R + row) * 8 + n % 8) = make_uint2(rounded(y[0] * inverse, y[1] * inverse), rounded(y[2] * inverse, y[3] * inverse));
+        *(uint2*)(p.out + ((size_t)(n / 8) * T + row) * 8 + n % 8) = make_uint2(rounded(y[0] * inverse, y[1] * inverse), rounded(y[2] * inverse, y[3] * inverse));
     }
     __syncwarp();
     arrive_at_cluster();

@@ -1,15 +1,16 @@
 """Kernels of our own for a denoise step of one robot: `few_rows.cu`, the shapes it is compiled for, and the same arithmetic in numpy.
 
 A chunk is a few rows, so a step is bound by reading its weights; TensorRT's kernels reach about a quarter of the card's bandwidth there.
-R rows (padded to 16 or 48), K inputs, N outputs.
+R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -29,7 +30,11 @@ COPIES = 8  # of a norm's sums: see few_rows.cu
 SUM_UNIT, SQUARE_UNIT = 2.0**24, 2.0**18
 WIDEST = 1536  # rows whose squares fit their whole number: see MOST_SQUARES in few_rows.cu
 _SHARED = 227 * 1024  # bytes of shared memory that a block of such a card can have
-_BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters of four and eight
+_BLOCKS, _IN_CLUSTERS = 132, 120  # that run at once on it, the second in clusters
+_READ = 92_500  # bytes that a block reads in a microsecond
+_MEETING = {1: 0.0, 2: 0.1, 4: 1.1, 8: 2.7}  # microseconds that blocks of a cluster take to add up their sums, by its size
+_CROWDING = 0.02  # microseconds for each block beyond half of those that run at once: the next product's begin the later
+MOST_ROWS, MOST_SHARING = 48, 16  # rows; rows of which all heads share their keys
 MOST_KEYS = 512  # of a context
 _HEAD, _STEPS, _LOOKING = 3, 8, 576  # of looks: blocks of a head's cluster, steps of 16 inputs that arrive together, threads
 
@@ -48,12 +53,14 @@ class Product:
 class Look:
     """A LayerNorm, queries, and what each head sees: of a context, or (`own`) of the rows, whose keys and values are made beside them."""
 
+    rows: int
     width: int
     head_width: int
     own: bool
 
     def check(self) -> None:
-        """Raises ValueError for widths that the kernels do not take."""
+        """Raises ValueError for rows and widths that the kernels do not take."""
+        check_rows(self.rows)
         if self.width % (_STEPS * 16 * _HEAD) or self.width > WIDEST or self.head_width % 16 or self.head_width > 64:
             raise ValueError(f"rows of {self.width} numbers in multiples of {_STEPS * 16 * _HEAD}, heads of {self.head_width} up to 64")
 
@@ -68,19 +75,26 @@ class Look:
 
     @property
     def arguments(self) -> str:
-        """Of the templates `glance` and `Glance`, for 48 rows."""
-        return f"6, {self.width}, {self.head_width}, {str(self.own).lower()}"
+        """Of the templates `glance` and `Glance`."""
+        return f"{self.rows}, {self.width}, {self.head_width}, {str(self.own).lower()}"
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block; the compiler checks this against the kernel's own count."""
-        r, d = 48, self.head_width
+        t, r, d = self.rows, MOST_ROWS, self.head_width
         inputs = self.width if self.own else self.width // _HEAD
         chunks, spaced, sums = inputs // 16 // _STEPS, d + 8, d + 4
-        queries = -(-(512 + COPIES * r * 16 + r * 8 + 8 * d + (0 if self.own else 2 * (MOST_KEYS + 8))) // 128) * 128
+        vectors = -(-(512 + COPIES * t * 16 + t * 8) // 16) * 16
+        queries = -(-(vectors + 8 * d + (0 if self.own else 2 * (MOST_KEYS + 8))) // 128) * 128
         keys = queries + 32 * spaced + (4 * r * spaced if self.own else 64 * _HEAD * sums)
         rows = -(-(keys + (0 if self.own else 16 * 64 * spaced)) // 128) * 128
-        return rows + max(inputs // 8 * r * 16, 16 * r * sums) + min(chunks, 5) * _STEPS * 32 * d + 256
+        ring = -(-(rows + max(inputs // 8 * t * 16, 16 * r * sums)) // 128) * 128
+        return ring + min(chunks, 5) * _STEPS * 32 * d + 256
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """The shape of what `pack` makes."""
+        return self.heads, _HEAD, (self.width if self.own else self.width // _HEAD) // 16, 2, self.head_width, 8
 
     def pack(self, weight: Vector) -> Vector:
         """[N, K] in the order in which a head's three blocks read it: by head, block, 16 inputs, 8 of them, output.
@@ -93,12 +107,12 @@ class Look:
         else:
             tiles = weight.reshape(h, d, _HEAD, k // _HEAD).transpose(0, 2, 1, 3)
         cut = tiles.reshape(h, _HEAD, d, -1, 2, 8)
-        return np.ascontiguousarray(cut.transpose(0, 1, 3, 4, 2, 5)).reshape(-1)
+        return np.ascontiguousarray(cut.transpose(0, 1, 3, 4, 2, 5))
 
     def unpack(self, packed: Vector) -> Vector:
         """What `pack` was given."""
         h, d, k = self.heads, self.head_width, self.width
-        tiles = packed.reshape(h, _HEAD, -1, 2, d, 8).transpose(0, 1, 4, 2, 3, 5).reshape(h, _HEAD, d, -1)
+        tiles = packed.transpose(0, 1, 4, 2, 3, 5).reshape(h, _HEAD, d, -1)
         return np.ascontiguousarray(tiles.transpose(1, 0, 2, 3) if self.own else tiles.transpose(0, 2, 1, 3)).reshape(-1, k)
 
 
@@ -107,56 +121,103 @@ class Tile:
     """How a product is cut over a card. Names as the template's parameters in few_rows.cu have them."""
 
     product: Product
-    rows: int  # R, padded
+    rows: int  # R
     inputs: int  # K, padded to 16
     outputs: int  # N, padded to 64
-    cluster: int
-    warp_groups: int
-    steps: int
-    stages: int
+    cluster: int  # C
+    width: int  # TN
+    warp_groups: int  # W
+    steps: int  # J
+    stages: int  # S
+    arrivals: int  # A
 
     @property
     def blocks(self) -> int:
-        return self.outputs // 64 * self.cluster
+        return self.outputs // self.width * self.cluster
 
     @property
     def threads(self) -> int:
-        return 128 * self.warp_groups + 32
+        return 128 * self._groups * self.warp_groups + 64
+
+    @property
+    def chunks(self) -> int:
+        """Arrivals of a block's slice of the inputs."""
+        return self.inputs // 16 // self.cluster // self.steps
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """The shape of what `pack` makes: it tells tiles of one product apart."""
+        return self.outputs // self.width, self.cluster, self.chunks, 2 * self.steps, self.width, 8
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block; the compiler checks this against the kernel's own count."""
-        return _shared(self.rows, self.inputs, self.cluster, self.warp_groups, self.steps, self.stages, self.product.out)
+        finished, column = self.width // self.cluster, self.rows * 16
+        stats = -(-8 * (1 + 3 * self.chunks) // 128) * 128
+        far = -(-(stats + COPIES * self.rows * 16 + self.rows * 8) // 16) * 16
+        x = -(-(far + 16 * finished + (finished * self.rows * 4 if self.product.out == "RESIDUAL" else 0)) // 128) * 128
+        ring = -(-(x + self.arrivals * self.steps * 2 * column) // 128) * 128
+        multiplied = 48 if self.rows > 16 else 16
+        sums = x + multiplied * (self.width + 4) * 4 * (self.warp_groups - 1 if self.warp_groups > 2 else 1)
+        return max(ring + self.stages * self.steps * self.width * 32 + (64 * self._groups - self.width) * 16, sums)
 
     @property
     def arguments(self) -> str:
         """Of the template `product`."""
-        numbers = (self.rows // 8, self.inputs, self.cluster, 1, self.warp_groups, self.steps, self.stages)
-        return ", ".join([*map(str, numbers), self.product.norm, self.product.out])
+        return f"{self._cut}, {self.product.norm}, {self.product.out}"
+
+    @property
+    def counted(self) -> str:
+        """Of the template `Tile`."""
+        return f"{self._cut}, {self.product.out}"
+
+    @property
+    def _cut(self) -> str:
+        numbers = (self.rows, self.inputs, self.cluster, self.width, self.warp_groups, self.steps, self.stages, self.arrivals)
+        return ", ".join(map(str, numbers))
+
+    @property
+    def _groups(self) -> int:
+        return -(-self.width // 64)
 
 
 def tile_for(product: Product, rows: int) -> Tile:
-    """A tile that gives as many blocks their share as run at once, in no larger clusters than that takes.
+    """The tile that should be done first. Raises ValueError for rows and widths that the kernels do not take.
 
-    Measured over a dozen shapes on an H200: docs/performance-log.md. Raises ValueError for widths that the kernels do not take.
+    Blocks take as long as the bytes that they read, larger clusters longer to meet; and the fewer blocks, the more of the next product's
+    begin while this one ends. Measured over some sixty tiles on an H200: docs/performance-log.md.
     """
+    check_rows(rows)
     inputs, outputs = -(-product.inputs // 16) * 16, -(-product.outputs // 64) * 64
     if product.out != "VELOCITY" and outputs != product.outputs:
         raise ValueError(f"{product.outputs} outputs are no multiple of 64")
-    best: Tile | None = None
-    for cluster in (1, 2, 4, 8):
-        if inputs // 16 % cluster or outputs // 64 * cluster > (_BLOCKS if cluster == 1 else _IN_CLUSTERS):
+    fitting = []
+    for cluster, width in itertools.product(_MEETING, (64, 48, 32, 16)):
+        if inputs // 16 % cluster or outputs % width or width % (8 * cluster):
             continue
-        part = inputs // 16 // cluster
-        steps = next(n for n in range(min(9, part), 0, -1) if part % n == 0)
+        steps = next(n for n in range(9, 0, -1) if inputs // 16 // cluster % n == 0)
         groups = next(n for n in (4, 3, 2, 1) if steps % n == 0)
-        for stages in range(min(4, part // steps), 0, -1):
-            if _shared(rows, inputs, cluster, groups, steps, stages, product.out) <= _SHARED:
-                best = Tile(product, rows, inputs, outputs, cluster, groups, steps, stages)
-                break
-    if best is None:
+        tile = _filled(Tile(product, rows, inputs, outputs, cluster, width, groups, steps, 1, 1))
+        if tile.shared <= _SHARED and tile.blocks <= (_BLOCKS if cluster == 1 else _IN_CLUSTERS):
+            fitting.append(tile)
+    if not fitting:
         raise ValueError(f"no tile for {product.inputs} inputs and {product.outputs} outputs")
-    return best
+    return min(fitting, key=_microseconds)
+
+
+def _filled(tile: Tile) -> Tile:
+    """With room for everything, or else for as much as fits, and one arrival of rows less than of weights, which was the quickest."""
+    for stages in range(tile.chunks, 0, -1):
+        filled = replace(tile, stages=stages, arrivals=stages if stages == tile.chunks else max(1, stages - 1))
+        if filled.shared <= _SHARED:
+            return filled
+    return tile
+
+
+def _microseconds(tile: Tile) -> float:
+    """What a product takes beyond its start, as measured."""
+    read = tile.inputs // tile.cluster * (tile.width + tile.rows) * 2
+    return read / _READ + _MEETING[tile.cluster] + max(0, tile.blocks - _BLOCKS // 2) * _CROWDING
 
 
 def pack(weight: Vector, tile: Tile) -> Vector:
@@ -166,20 +227,20 @@ def pack(weight: Vector, tile: Tile) -> Vector:
     """
     whole = np.zeros((tile.outputs, tile.inputs), weight.dtype)
     whole[: weight.shape[0], : weight.shape[1]] = weight[interleaved(tile)] if tile.product.out == "GATE_UP" else weight
-    cut = whole.reshape(tile.outputs // 64, 64, tile.cluster, -1, 2 * tile.steps, 8)
-    return np.ascontiguousarray(cut.transpose(0, 2, 3, 4, 1, 5)).reshape(-1)
+    cut = whole.reshape(-1, tile.width, tile.cluster, tile.chunks, 2 * tile.steps, 8)
+    return np.ascontiguousarray(cut.transpose(0, 2, 3, 4, 1, 5))
 
 
 def interleaved(tile: Tile) -> NDArray[np.int64]:
     """Which row of (gate, up) stands where, so that who finishes an output has both: halves of each block's share."""
-    share, half = 64 // tile.cluster, 64 // tile.cluster // 2
+    share, half = tile.width // tile.cluster, tile.width // tile.cluster // 2
     block, within = np.divmod(np.arange(tile.outputs), share)
     found: NDArray[np.int64] = block * half + within % half + np.where(within < half, 0, tile.outputs // 2)
     return found
 
 
 def rows_on_card(x: Vector, rows: int) -> Vector:
-    """[T, K] as the kernels keep rows: [K / 8, R, 8], rows beyond T zero."""
+    """[T, K] as the kernels keep R rows: [K / 8, R, 8], rows beyond T zero."""
     out = np.zeros((x.shape[1] // 8, rows, 8), x.dtype)
     out[:, : len(x)] = x.reshape(len(x), -1, 8).transpose(1, 0, 2)
     return out
@@ -229,20 +290,19 @@ class FewRows:
     def __init__(
         self, card: Card, products: Sequence[Product], rows: int, *, dtype: str, head_width: int, looks: Sequence[Look] = ()
     ) -> None:
-        """`rows` are padded to 16 or 48. Raises ValueError for a product that the kernels do not take, VlaEvalError where they fail."""
+        """Raises ValueError for rows or a product that the kernels do not take, VlaEvalError where they fail."""
         self.card, self.rows, self._head_width = card, rows, head_width
-        self.padded = padded(rows)
-        self.tiles = {product: tile_for(product, self.padded) for product in dict.fromkeys(products)}
+        self.tiles = {product: tile_for(product, rows) for product in dict.fromkeys(products)}
         self._names = {product: f"product_{i}" for i, product in enumerate(self.tiles)}
         self._looks = {look: f"look_{i}" for i, look in enumerate(dict.fromkeys(looks))}
-        source = source_of("few_rows.cu") + entries(self._names, self.tiles, head_width, self.padded, self._looks)
+        source = source_of("few_rows.cu") + entries(self._names, self.tiles, head_width, rows, self._looks)
         code = compiled(source, f"{CARD}a", f'-DKIND="{KINDS[dtype]}"', "-default-device")
-        self._kernels = card.kernels(code, [*self._names.values(), *self._looks.values(), *_others(head_width, self.padded)])
+        self._kernels = card.kernels(code, [*self._names.values(), *self._looks.values(), *_others(head_width, rows)])
         for product, name in self._names.items():
             card.allow_shared(self._kernels[name], self.tiles[product].shared)
         for look, name in self._looks.items():
             card.allow_shared(self._kernels[name], look.shared)
-        if self.padded == 16:
+        if rows <= MOST_SHARING:
             card.allow_shared(self._kernels["attention_shared"], _SHARED)
 
     def product(self, product: Product, *, rows: int | None = None, **values: Buffer | int | float | None) -> None:
@@ -258,7 +318,7 @@ class FewRows:
 
     def attention_shared(self, heads: int, keys: int, **values: Buffer | int | float | None) -> None:
         """softmax(q k^T · head_width^-0.5) v, where all heads share their keys and the rows' own come behind them: fields of `Shared`."""
-        share, d, rows = math.ceil(math.ceil((keys + self.rows) / 8) / 16) * 16, self._head_width, self.padded
+        share, d, rows = math.ceil(math.ceil((keys + self.rows) / 8) / 16) * 16, self._head_width, MOST_SHARING
         halves = 2 * share * (d + 8) + rows * (d + 8) + rows * (share + 8)
         shared = 2 * halves + 4 * (rows * (share + 4) + rows * (d + 4) + 2 * rows)
         fields = _Shared(rows=self.rows, keys=keys, heads=heads, scale=self._scale)
@@ -266,11 +326,11 @@ class FewRows:
 
     def begin(self, **values: Buffer | int | float | None) -> None:
         """Rows for the first product, and norms' sums that are zero."""
-        self._launch("begin_step", _Begin(rows=self.rows), values, 16, 256, early=False)
+        self._launch("begin_step", _Begin(rows=self.rows), values, 16, 256)
 
     def project_in(self, inputs: int, outputs: int, **values: Buffer | int | float | None) -> None:
         """A product of a few inputs, in float32. Values are the fields of `Project`."""
-        blocks = -(-outputs // 4 * self.padded // 256)
+        blocks = -(-outputs // 4 * self.rows // 256)
         self._launch("project_in_step", _Project(rows=self.rows, inputs=inputs, outputs=outputs), values, blocks, 256)
 
     def project_out(self, inputs: int, outputs: int, **values: Buffer | int | float | None) -> None:
@@ -284,17 +344,16 @@ class FewRows:
 
     def _launch(
         self, name: str, fields: Fields, values: Mapping[str, Buffer | int | float | None], blocks: int, threads: int, *, cluster: int = 1,
-        shared: int = 0, early: bool = True,
+        shared: int = 0,
     ) -> None:  # fmt: skip
         fields.fill(values)
-        self.card.launch_kernel(self._kernels[name], fields, blocks, threads, cluster=cluster, shared=shared, early=early)
+        self.card.launch_kernel(self._kernels[name], fields, blocks, threads, cluster=cluster, shared=shared, early=True)
 
 
-def padded(rows: int) -> int:
-    """R: what the kernels are compiled for. Raises ValueError for more rows than they take."""
-    if rows > 48:
-        raise ValueError(f"{rows} rows are more than 48")
-    return 16 if rows <= 16 else 48
+def check_rows(rows: int) -> None:
+    """Raises ValueError for more rows than the kernels take."""
+    if rows > MOST_ROWS:
+        raise ValueError(f"{rows} rows are more than {MOST_ROWS}")
 
 
 def entries(
@@ -306,7 +365,7 @@ def entries(
 ) -> str:
     """The kernels by name, for the compiler; it refuses a tile whose shared memory is counted otherwise here."""
     text = [
-        f'static_assert(Tile<{", ".join(tile.arguments.split(", ")[:7])}, {product.out}>::BYTES == {tile.shared}, "shared memory");\n'
+        f'static_assert(Tile<{tile.counted}>::BYTES == {tile.shared}, "shared memory");\n'
         f'extern "C" __global__ void __launch_bounds__({tile.threads}, {2 if tile.threads <= 416 else 1}) '
         f"{names[product]}(const __grid_constant__ Product p) {{ product<{tile.arguments}>(p); }}\n"
         for product, tile in tiles.items()
@@ -326,20 +385,13 @@ def entries(
 
 def _others(head_width: int, rows: int) -> dict[str, tuple[str, str, int]]:
     """Kernels beside the products: fields, function and threads by name."""
-    found = {"begin_step": ("Begin", f"begin<{rows // 8}>", 256)}
-    if rows == 48:
+    found = {"begin_step": ("Begin", f"begin<{rows}>", 256)}
+    if rows > MOST_SHARING:
         return found
     return {
-        **found, "attention_shared": ("Shared", f"attend_shared<{head_width}>", 128),
-        "project_in_step": ("Project", f"project_in<{rows // 8}>", 256), "project_out_step": ("Finish", f"project_out<{rows // 8}>", 256),
+        **found, "attention_shared": ("Shared", f"attend_shared<{rows}, {head_width}>", 128),
+        "project_in_step": ("Project", f"project_in<{rows}>", 256), "project_out_step": ("Finish", f"project_out<{rows}>", 256),
     }  # fmt: skip
-
-
-def _shared(rows: int, inputs: int, cluster: int, groups: int, steps: int, stages: int, out: Out) -> int:
-    done, part = 64 // cluster, inputs // cluster
-    fixed = 512 + COPIES * rows * 16 + rows * 8 + 16 * done + (done * rows * 4 if out == "RESIDUAL" else 0)
-    x = -(-fixed // 128) * 128
-    return max(x + part // 8 * rows * 16 + stages * 64 * steps * 32, x + rows * 68 * 4 * (groups - 1 if groups > 2 else 1))
 
 
 # The same in numpy, in float32, without padding: rows are [T, K] and what the kernels keep packed is plain.

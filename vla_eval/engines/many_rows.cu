@@ -105,6 +105,18 @@ struct Turn {
     float eps;
 };
 
+// Rotary by halves: eight numbers of either half, from `part` on; `table` is the row's cosines, then sines.
+template <int D>
+DEVICE void rotate(float (&a)[8], float (&b)[8], const float* table, int part) {
+    float c[8], s[8];
+    read_eight(table + part, c), read_eight(table + D / 2 + part, s);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) {
+        const float x = a[e], y = b[e];
+        a[e] = x * c[e] - y * s[e], b[e] = y * c[e] + x * s[e];
+    }
+}
+
 // Rotary by halves, after an RMSNorm of each head where there is one: D / 16 threads a head, eight numbers of either half each.
 template <int D>
 DEVICE void turn(const Turn& p) {
@@ -119,7 +131,7 @@ DEVICE void turn(const Turn& p) {
         *(uint4*)to = *(const uint4*)from, *(uint4*)(to + D / 2) = *(const uint4*)(from + D / 2);
         return;
     }
-    float a[8], b[8], c[8], s[8];
+    float a[8], b[8];
     widen_eight(*(const uint4*)from, a), widen_eight(*(const uint4*)(from + D / 2), b);
     const float* weight = head < p.q_heads ? p.q_norm : p.k_norm;
     if (weight) {
@@ -133,17 +145,15 @@ DEVICE void turn(const Turn& p) {
         #pragma unroll
         for (int e = 0; e < 8; e++) a[e] *= factor * w[e], b[e] *= factor * u[e];
     }
-    read_eight(p.table + (size_t)row * D + part, c), read_eight(p.table + (size_t)row * D + D / 2 + part, s);
-    float first[8], second[8];
-    #pragma unroll
-    for (int e = 0; e < 8; e++) first[e] = a[e] * c[e] - b[e] * s[e], second[e] = b[e] * c[e] + a[e] * s[e];
+    rotate<D>(a, b, p.table + (size_t)row * D, part);
     u16* to = head < p.q_heads ? p.q + (size_t)row * p.q_stride + head * D + part
                                : p.k + (size_t)row * p.kv_stride + (head - p.q_heads) * D + part;
-    *(uint4*)to = round_eight(first), *(uint4*)(to + D / 2) = round_eight(second);
+    *(uint4*)to = round_eight(a), *(uint4*)(to + D / 2) = round_eight(b);
 }
 
 struct Attention {
     const u16 *q, *k, *v;  // rows of `q_stride` and `kv_stride` numbers, heads side by side
+    const float* table;    // [T, D]: where queries and keys are turned here, as of `Turn`; it stands before the predecessor begins
     u16* out;              // rows of `out_stride` numbers
     int q_stride, kv_stride, out_stride, length, groups, causal;  // length: rows of a sequence; groups: query heads that share keys
     float scale;           // of the scores, times log2(e)
@@ -164,10 +174,11 @@ template <int D> struct Room {
 
 // 64 queries of one head and sequence a block, 16 a warp; four warps look at every other piece of the keys, four at those between, and both
 // are put together at the end. Keys and values go by in two alternating places of shared memory.
-template <int D>
+template <int D, bool TURN>
 DEVICE void attend(const Attention& p) {
     using L = Room<D>;
-    constexpr int P = L::P, S = L::S, K = L::K, WORDS = P / 8, THREADS = 256;
+    constexpr int P = L::P, S = L::S, K = L::K, THREADS = 256;
+    constexpr int HALVES = TURN ? 2 : 1, ITEMS = P / 8 / HALVES;  // who turns eight numbers copies those half a head further on, too
     extern __shared__ __align__(128) u16 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5 & 3, half = thread >> 7, g = lane >> 2, t = lane & 3;
     const int head = blockIdx.y, first = blockIdx.x * L::Q;
@@ -176,21 +187,35 @@ DEVICE void attend(const Attention& p) {
     const u16* values = p.v + sequence * p.kv_stride + head / p.groups * D;
     const u32 q = shared_address(memory), kv = q + L::Q * S * 2;
     const int end = p.causal ? min(p.length, first + L::Q) : p.length, turns = (end + 2 * K - 1) / (2 * K);
+    const float* table = TURN ? p.table + sequence * D : nullptr;
+    if constexpr (TURN)  // a part comes into the first level cache
+        for (int i = thread; i < min(end * D / 32, 512); i += THREADS)
+            asm volatile("{\n.reg .f32 x;\nld.global.f32 x, [%0];\n}" :: "l"(table + i * 32));
     begin();
 
-    for (int i = thread; i < L::Q * WORDS; i += THREADS) {
-        const int row = i / WORDS, d = i % WORDS * 8;
-        const bool there = first + row < p.length && d < D;
-        copy_eight(q + (row * S + d) * 2, there ? p.q + (sequence + first + row) * p.q_stride + head * D + d : p.q, there);
+    auto copy = [&](u32 to, const u16* row, int d, bool there) {
+        #pragma unroll
+        for (int h = 0; h < HALVES; h++, d += P / 2) copy_eight(to + d * 2, there && d < D ? row + d : row, there && d < D);
+    };
+    auto turn_here = [&](u16* at, int row, int d) {
+        float a[8], b[8];
+        widen_eight(*(const uint4*)(at + d), a), widen_eight(*(const uint4*)(at + d + D / 2), b);
+        rotate<D>(a, b, table + (size_t)min(row, p.length - 1) * D, d);
+        *(uint4*)(at + d) = round_eight(a), *(uint4*)(at + d + D / 2) = round_eight(b);
+    };
+    for (int i = thread; i < L::Q * ITEMS; i += THREADS) {
+        const int row = i / ITEMS;
+        const bool there = first + row < p.length;
+        copy(q + row * S * 2, there ? p.q + (sequence + first + row) * p.q_stride + head * D : p.q, i % ITEMS * 8, there);
     }
     auto fetch = [&](int turn) {  // 2 K keys, then as many values
         const u32 to = kv + (turn & 1) * L::STAGE * 2;
-        for (int i = thread; i < 2 * K * WORDS; i += THREADS) {
-            const int key = turn * 2 * K + i / WORDS, d = i % WORDS * 8;
-            const bool there = key < p.length && d < D;
-            const size_t from = (size_t)key * p.kv_stride + d;
-            copy_eight(to + (i / WORDS * S + d) * 2, there ? keys + from : keys, there);
-            copy_eight(to + ((2 * K + i / WORDS) * S + d) * 2, there ? values + from : values, there);
+        for (int i = thread; i < 2 * K * ITEMS; i += THREADS) {
+            const int key = turn * 2 * K + i / ITEMS;
+            const bool there = key < p.length;
+            const size_t from = there ? (size_t)key * p.kv_stride : 0;
+            copy(to + i / ITEMS * S * 2, keys + from, i % ITEMS * 8, there);
+            copy(to + (2 * K + i / ITEMS) * S * 2, values + from, i % ITEMS * 8, there);
         }
         copies_sent();
     };
@@ -209,6 +234,12 @@ DEVICE void attend(const Attention& p) {
     for (int turn = 0; turn < turns; turn++) {
         if (turn + 1 < turns) copies_arrived<1>();
         else copies_arrived<0>();
+        if constexpr (TURN) {
+            if (turn == 0)
+                for (int i = thread; i < L::Q * ITEMS; i += THREADS) turn_here(memory + i / ITEMS * S, first + i / ITEMS, i % ITEMS * 8);
+            u16* here = memory + L::Q * S + (turn & 1) * L::STAGE;
+            for (int i = thread; i < 2 * K * ITEMS; i += THREADS) turn_here(here + i / ITEMS * S, turn * 2 * K + i / ITEMS, i % ITEMS * 8);
+        }
         __syncthreads();
         const u32 here = kv + (turn & 1) * L::STAGE * 2;
         const int begins = (2 * turn + half) * K;

@@ -39,7 +39,8 @@ class _Shape(NamedTuple):
     rows: int
     inputs: int
     outputs: int
-    products: int  # that share their rows
+    products: int
+    apart: bool  # each product with rows of its own
     epilogue: str
     adds: bool
 
@@ -53,7 +54,7 @@ class _Turn(Fields):
 
 
 class _Attention(Fields):
-    _fields_ = fields("q k v out", "q_stride kv_stride out_stride length groups causal", "scale")
+    _fields_ = fields("q k v table out", "q_stride kv_stride out_stride length groups causal", "scale")
 
 
 class _Gate(Fields):
@@ -75,13 +76,17 @@ class _Patches(Fields):
 class ManyRows:
     """Products and what stands between them, on one card, in its stream. Buffers are checked for their sizes, not for their numbers."""
 
-    def __init__(self, card: Card, *, dtype: str, turned: tuple[int, ...] = (), attended: tuple[int, ...] = ()) -> None:
-        """`turned` and `attended` are the widths of heads that rotary and attention are compiled for, in a thread.
+    def __init__(
+        self, card: Card, *, dtype: str, turned: tuple[int, ...] = (), attended: tuple[int, ...] = (), turning: tuple[int, ...] = ()
+    ) -> None:
+        """Widths of heads that rotary, attention and both in one are compiled for, in a thread.
 
         Raises BadRequest without cuBLAS; the first launch raises VlaEvalError where the kernels fail.
         """
-        self.card, self.dtype, self._turned, self._attended = card, dtype, turned, attended
-        source = source_of("many_rows.cu") + entries(turned, attended)
+        self.card, self.dtype = card, dtype
+        self._attentions = [f"attend_{d}" for d in attended] + [f"attend_turning_{d}" for d in turning]
+        self._names = [*(f"turn_{d}" for d in turned), *self._attentions, *_PLAIN]
+        source = source_of("many_rows.cu") + entries(turned, attended, turning)
         self._code = compiling(source, card.sm, f'-DKIND="{KINDS[dtype]}"', "-default-device")
         self._blas = blas()
         self._handle = self._blas.create()
@@ -93,12 +98,16 @@ class ManyRows:
     def product(
         self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None, gelu: bool = False
     ) -> None:
-        """out = x Wᵀ + bias + base, or gelu_tanh of it; `base` may be `out`. With weights [L, N, K] and out [L, T, N], L products."""
+        """out = x Wᵀ + bias + base, or gelu_tanh of it; `base` may be `out`.
+
+        With weights [L, N, K] and out [L, T, N], L products of the same rows, or of rows [L, T, K].
+        """
         *many, outputs, inputs = weight.shape
-        count, rows = math.prod(many), math.prod(x.shape) // inputs
+        count, apart = math.prod(many), bool(many) and len(x.shape) == len(weight.shape)
+        rows = math.prod(x.shape) // inputs // (count if apart else 1)
         assert math.prod(out.shape) == count * rows * outputs, (x.shape, weight.shape, out.shape)
         epilogue = (("DEFAULT", "BIAS"), ("GELU", "GELU_BIAS"))[gelu][bias is not None]
-        shape = _Shape(rows, inputs, outputs, count, epilogue, base is not None)
+        shape = _Shape(rows, inputs, outputs, count, apart, epilogue, base is not None)
         call = _Call(self._blas, self.dtype, shape, bias)
         try:
             algorithm = self._algorithms.get(shape)
@@ -132,15 +141,19 @@ class ManyRows:
 
     def attention(
         self, q: Buffer, k: Buffer, v: Buffer, out: Buffer, *, heads: tuple[int, int], width: int, rows: int, length: int, q_stride: int,
-        kv_stride: int, causal: bool = False,
+        kv_stride: int, causal: bool = False, table: Buffer | None = None,
     ) -> None:  # fmt: skip
-        """softmax(q kᵀ · width^-0.5) v over sequences of `length` rows; heads are those of queries and of keys."""
+        """softmax(q kᵀ · width^-0.5) v over sequences of `length` rows; heads are those of queries and of keys.
+
+        With a table [T, width], which must stand before the kernel in front begins, queries and keys are turned by it here.
+        """
         argument = _Attention(
             q_stride=q_stride, kv_stride=kv_stride, out_stride=heads[0] * width, length=length, groups=heads[0] // heads[1],
             causal=int(causal), scale=width**-0.5 * math.log2(math.e),
         )  # fmt: skip
         grid = -(-length // _QUERIES), heads[0], rows // length
-        self._launch(f"attend_{width}", argument, {"q": q, "k": k, "v": v, "out": out}, grid, _THREADS, shared=shared_of(width))
+        name = f"attend_{width}" if table is None else f"attend_turning_{width}"
+        self._launch(name, argument, {"q": q, "k": k, "v": v, "out": out, "table": table}, grid, _THREADS, shared=shared_of(width))
 
     def gate(self, x: Buffer, out: Buffer, kind: Gate) -> None:
         """gelu(x) with the error function, or gelu_tanh(gate) · up, silu(gate) · up where rows of `x` are gate, then up."""
@@ -166,10 +179,9 @@ class ManyRows:
     @cached_property
     def _kernels(self) -> Mapping[str, Any]:
         """Loaded by the first launch: until then others may be compiled and weights come in."""
-        names = [*(f"turn_{d}" for d in self._turned), *(f"attend_{d}" for d in self._attended), *_PLAIN]
-        kernels = self.card.kernels(self._code.result(), names)
-        for d in self._attended:
-            self.card.allow_shared(kernels[f"attend_{d}"], shared_of(d))
+        kernels = self.card.kernels(self._code.result(), self._names)
+        for name in self._attentions:
+            self.card.allow_shared(kernels[name], shared_of(int(name.rpartition("_")[2])))
         return kernels
 
     def _stride(self, name: str, argument: Fields, values: Mapping[str, Buffer | None], items: int) -> None:
@@ -198,7 +210,11 @@ class _Call:
             if shape.products > 1:
                 self._say(said.BIAS_BATCH_STRIDE, shape.outputs, np.int64)
         n, k, t = shape.outputs, shape.inputs, shape.rows
-        self._layouts = [self._layout(half, k, n, n * k), self._layout(half, k, t, 0), self._layout(half, n, t, n * t)]
+        self._layouts = [
+            self._layout(half, k, n, n * k),
+            self._layout(half, k, t, k * t if shape.apart else 0),
+            self._layout(half, n, t, n * t),
+        ]
 
     def algorithm(self, handle: int) -> NDArray[Any]:
         """What cuBLASLt suggests first. Raises VlaEvalError where it has no suggestion."""
@@ -260,7 +276,7 @@ def blas() -> Any:
     return cublasLt
 
 
-def entries(turned: tuple[int, ...], attended: tuple[int, ...]) -> str:
+def entries(turned: tuple[int, ...], attended: tuple[int, ...], turning: tuple[int, ...] = ()) -> str:
     """The kernels by name, for the compiler."""
     text = [
         f'extern "C" __global__ void __launch_bounds__({_THREADS}) turn_{d}(const __grid_constant__ Turn p) {{ turn<{d}>(p); }}\n'
@@ -268,8 +284,9 @@ def entries(turned: tuple[int, ...], attended: tuple[int, ...]) -> str:
     ]
     text += [
         f'static_assert(Room<{d}>::BYTES == {shared_of(d)}, "shared memory");\n'
-        f'extern "C" __global__ void __launch_bounds__({_THREADS}) attend_{d}(const __grid_constant__ Attention p) {{ attend<{d}>(p); }}\n'
-        for d in attended
+        f'extern "C" __global__ void __launch_bounds__({_THREADS}) attend_{how}{d}(const __grid_constant__ Attention p) '
+        f"{{ attend<{d}, {str(bool(how)).lower()}>(p); }}\n"
+        for how, d in (*(("", d) for d in attended), *(("turning_", d) for d in turning))
     ]
     return "\n" + "".join(text)
 

@@ -1,13 +1,15 @@
-"""Synthetic checkpoints: real names and shapes, random numbers, written shard by shard in bounded memory."""
+"""Synthetic checkpoints: real names and shapes, random numbers, written shard by shard, a few tensors drawn ahead."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from .weights import INDEX, write_tensors
 
 SHARD_BYTES = 5_000_000_000
 _PIECE = 8 << 20  # numbers drawn at once
+_THREADS = min(8, os.cpu_count() or 1)  # that draw; numpy lets the others run meanwhile
 
 
 class Spread(NamedTuple):
@@ -56,25 +59,36 @@ def write_checkpoint(
         shards[-1].append(name)
         size += bytes_
     files: dict[str, str] = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        entries = {
-            name: (kind, shapes[name], _numbers((tied or {}).get(name, name), shapes[name], spread(name, shapes[name]), seed))
-            for name in shard
-        }
-        write_tensors(folder / file, entries)
-        files |= dict.fromkeys(shard, file)
+    with ThreadPoolExecutor(_THREADS, "drawing") as pool:
+        waiting, drawn = iter([name for shard in shards for name in shard]), dict[str, Future[list[Vector]]]()
+
+        def draw_next() -> None:
+            if (name := next(waiting, None)) is not None:
+                source = (tied or {}).get(name, name)
+                drawn[name] = pool.submit(_numbers, source, shapes[name], spread(name, shapes[name]), seed, kind)
+
+        def pieces(name: str) -> Iterator[Vector]:
+            yield from drawn.pop(name).result()
+            draw_next()
+
+        for _ in range(_THREADS):
+            draw_next()
+        for i, shard in enumerate(shards, 1):
+            file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            write_tensors(folder / file, {name: (kind, shapes[name], pieces(name)) for name in shard})
+            files |= dict.fromkeys(shard, file)
     total = sum(math.prod(shape) * item for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
-def _numbers(name: str, shape: Sequence[int], spread: Spread, seed: int) -> Iterator[Vector]:
+def _numbers(name: str, shape: Sequence[int], spread: Spread, seed: int, kind: Any) -> list[Vector]:
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big"))
-    left = math.prod(shape)
+    left, found = math.prod(shape), list[Vector]()
     while left:
         piece = rng.standard_normal(min(left, _PIECE), np.float32)
         piece *= np.float32(spread.std)
         piece += np.float32(spread.mean)
         left -= piece.size
-        yield piece
+        found.append(piece.astype(kind))
+    return found

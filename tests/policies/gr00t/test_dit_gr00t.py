@@ -133,16 +133,18 @@ def test_a_forgotten_vector_shows(
     assert worst(velocities(golden, architecture, checkpoint, change), golden["step.velocity"]) > 20 * BOUND
 
 
-def test_packed_weights_are_read_back_as_wgmma_reads_them() -> None:
-    product = Product(1536, 1536, out="RESIDUAL")
+@pytest.mark.parametrize(
+    "product", [Product(1536, 1536, out="RESIDUAL"), Product(1536, 6144, "LAYER", "GELU"), Product(6144, 1536, out="RESIDUAL")]
+)
+def test_packed_weights_are_read_back_as_wgmma_reads_them(product: Product) -> None:
     tile = tile_for(product, 48)
-    weight = np.random.default_rng(0).standard_normal((1536, 1536)).astype(np.float16)
-    packed = pack(weight, tile)
-    share = 1536 // tile.cluster
-    for block, arrival, step, output, k in [(0, 0, 0, 0, 0), (5, 1, 3, 63, 15), (tile.blocks - 1, 2, 7, 17, 9)]:
-        # a block's arrivals of `steps` sixteens; in each, eights of K, then 64 outputs of eight numbers
-        at = (block * (share // 16 // tile.steps) + arrival) * 64 * 16 * tile.steps + ((2 * step + k // 8) * 64 + output) * 8 + k % 8
-        row, column = block // tile.cluster * 64 + output, block % tile.cluster * share + (arrival * tile.steps + step) * 16 + k
+    weight = np.random.default_rng(0).standard_normal((product.outputs, product.inputs)).astype(np.float16)
+    packed = pack(weight, tile).reshape(-1)
+    share, w = product.inputs // tile.cluster, tile.width
+    for block, arrival, step, output, k in [(0, 0, 0, 0, 0), (5, 1, 3, w - 1, 15), (tile.blocks - 1, 2, 7, 17, 9)]:
+        # a block's arrivals of `steps` sixteens; in each, eights of K, then the outputs of eight numbers each
+        at = (block * (share // 16 // tile.steps) + arrival) * w * 16 * tile.steps + ((2 * step + k // 8) * w + output) * 8 + k % 8
+        row, column = block // tile.cluster * w + output, block % tile.cluster * share + (arrival * tile.steps + step) * 16 + k
         assert packed[at] == weight[row, column]
     assert np.array_equal(np.sort(packed.view(np.uint16)), np.sort(weight.ravel().view(np.uint16)))
 
@@ -169,7 +171,7 @@ def test_every_product_of_the_released_model_has_a_tile_that_fits_the_card() -> 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_what_a_heads_blocks_read_is_packed_in_their_order(own: bool) -> None:
-    look = few_rows.Look(1536, 48, own)
+    look = few_rows.Look(41, 1536, 48, own)
     weight = np.random.default_rng(0).standard_normal((look.asked.outputs, 1536)).astype(np.float16)
     packed, inputs = look.pack(weight).reshape(32, 3, -1), 1536 if own else 512
     for head, block, step, k, output in [(0, 0, 0, 0, 0), (5, 1, 3, 15, 47), (31, 2, inputs // 16 - 1, 9, 17)]:
