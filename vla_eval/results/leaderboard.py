@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import binomtest, fisher_exact
-
 from ..types import BadRequest, RunManifest
 from .difference import HARMLESS
 from .folder import MANIFEST, TEXT_LIMIT_BYTES, RunFolder, open_result
@@ -308,6 +306,8 @@ def _ranks(entries: Sequence[Entry]) -> dict[str, int]:
 
 def told_apart(a: Entry, b: Entry) -> bool:
     """At the 5 % level: by their pairs if they played the same episodes (exact McNemar), else as two independent rates (Fisher)."""
+    from scipy.stats import binomtest, fisher_exact
+
     if a.outcomes and a.seed == b.seed and a.outcomes.keys() == b.outcomes.keys():
         only_a = sum(won and not b.outcomes[key] for key, won in a.outcomes.items())
         only_b = sum(not won and b.outcomes[key] for key, won in a.outcomes.items())

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq
 from scipy.special import betaln, xlog1py, xlogy
 
 from ..types import BadRequest, EpisodeRecord, RunManifest
@@ -147,6 +146,8 @@ def evidence(k: ArrayLike, n: ArrayLike, p: float) -> NDArray[np.float64]:
 
 def anytime_interval(k: int, n: int) -> Interval:
     """The 95 % interval that holds at all n at once: every rate against which the evidence is below 20."""
+    from scipy.optimize import brentq
+
     if n == 0:
         return Interval(0.0, 1.0)
 

@@ -10,11 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.special import bdtr, bdtrc
-from scipy.stats import binom, binomtest, norm, t
-from statsmodels.stats.power import normal_sample_size_one_tail
-from statsmodels.stats.proportion import proportion_confint
+from scipy.special import bdtr, bdtrc, betaincinv, ndtri, stdtrit  # the rest of scipy, and statsmodels, take a second to import
 
 from ..types import BadRequest
 
@@ -49,8 +45,17 @@ def rate(k: int, n: int) -> Rate:
         raise BadRequest(f"{k} successes of {n} episodes cannot be; a rate is counted, 0 <= k <= n")
     if n == 0:
         return Rate(0, 0, None, None, None)
-    wilson, exact = (Interval(*map(float, proportion_confint(k, n, ALPHA, method))) for method in ("wilson", "beta"))
-    return Rate(k, n, k / n, wilson, exact)
+    low = float(betaincinv(k, n - k + 1, ALPHA / 2)) if k else 0.0
+    high = float(betaincinv(k + 1, n - k, 1 - ALPHA / 2)) if k < n else 1.0
+    return Rate(k, n, k / n, _wilson(k, n), Interval(low, high))
+
+
+def _wilson(k: float, n: float) -> Interval:
+    """The rates p whose distance to k/n is no more than `z` deviations of p's own; k and n need not be whole."""
+    p, z = k / n, -float(ndtri(ALPHA / 2))
+    middle, half = p + z**2 / (2 * n), z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    low, high = ((middle + side) / (1 + z**2 / n) for side in (-half, half))
+    return Interval(0.0 if k == 0 else low, 1.0 if k == n else high)  # exactly, where rounding would miss it
 
 
 def counted(value: float, n: int, *, digits: int) -> Rate:
@@ -87,9 +92,9 @@ def clustered(counts: Sequence[tuple[int, int]]) -> Interval | None:
     effective = total
     if 0 < p < 1:
         variance = tasks / (tasks - 1) * float(np.sum((k - p * n) ** 2)) / total**2
-        cost = (t.ppf(ALPHA / 2, total - 1) / t.ppf(ALPHA / 2, tasks - 1)) ** 2
+        cost = float(stdtrit(total - 1, ALPHA / 2) / stdtrit(tasks - 1, ALPHA / 2)) ** 2
         effective = min(total, cost * p * (1 - p) / variance) if variance > 0 else total
-    return Interval(*map(float, proportion_confint(p * effective, effective, ALPHA, "wilson")))
+    return _wilson(p * effective, effective)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,8 @@ class Paired:
 
 def paired(pairs: Sequence[tuple[bool, bool]]) -> Paired:
     """Compare (A succeeded, B succeeded), one pair an episode."""
+    from scipy.stats import binomtest
+
     n = len(pairs)
     both, only_a, only_b = (pairs.count(kind) for kind in ((True, True), (True, False), (False, True)))
     p = float(binomtest(only_b, only_a + only_b).pvalue) if only_a + only_b else 1.0
@@ -123,13 +130,15 @@ def difference_interval(only_a: int, only_b: int, n: int) -> Interval:
     case over the discordance rate, does not reject (Hsueh, Liu and Chen, Biometrics 57, 2001; Sidik, JASA 98, 2003). Beyond
     EXACT_PAIRS pairs it is Tango's own interval (Statistics in Medicine 17, 1998), whose error is then within 0.1 % of its 2.5 % a side.
     """
+    from scipy.optimize import brentq
+
     if n == 0:
         return Interval(-1.0, 1.0)
 
     def excess(delta: float) -> float:  # of the evidence that the difference is above delta, over what the level asks; falls with delta
         if n <= EXACT_PAIRS:
             return ALPHA / 2 - _exact_p(only_a, only_b, n, delta)
-        return float(_score(only_a, only_b, n, delta)) - float(norm.isf(ALPHA / 2))
+        return float(_score(only_a, only_b, n, delta)) + float(ndtri(ALPHA / 2))
 
     def lower() -> float:
         low, high = -1 + 1e-9, (only_b - only_a) / n
@@ -170,6 +179,8 @@ def pairs_needed(margin: float, discordant: float, power: float = 0.8, differenc
 
     Starts from the normal approximation and goes on until `verdict_power` says so. Raises BadRequest for what cannot be.
     """
+    from statsmodels.stats.power import normal_sample_size_one_tail
+
     if not 0 < margin < 1 or not 0 < power < 1:
         raise BadRequest(f"margin {margin} and power {power} must lie between 0 and 1")
     if difference <= -margin:
@@ -188,7 +199,9 @@ def pairs_needed(margin: float, discordant: float, power: float = 0.8, differenc
 
 def verdict_power(n: int, margin: float, discordant: float, difference: float = 0.0) -> float:
     """How often n pairs come out *not worse*, by enumeration (of Tango's score, which the exact interval follows closely)."""
-    total, first = _region(n, -margin, float(norm.isf(ALPHA / 2)))
+    from scipy.stats import binom
+
+    total, first = _region(n, -margin, -float(ndtri(ALPHA / 2)))
     share = (discordant + difference) / (2 * discordant) if discordant else 0.5
     return float(np.sum(binom.pmf(total, n, discordant) * binom.sf(first - 1, total, share)))
 
@@ -263,6 +276,8 @@ def _discordance(n: int) -> tuple[Floats, Floats, NDArray[np.int64], Floats, NDA
 
     Gives the grid; rate, number of pairs and its probability; and where each rate's stretch begins. What is left out weighs less than 1e-9.
     """
+    from scipy.stats import binom
+
     grid = np.linspace(0.0, 1.0, NUISANCE_GRID + 1)[1:] ** 2  # closest where good policies are
     chance = binom.pmf(np.arange(n + 1), n, grid[:, None])
     row, total = np.nonzero(chance > 1e-9 / (n + 1))

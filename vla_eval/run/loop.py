@@ -189,7 +189,7 @@ def resume(
         old = replace(old, revision={**old.revision, "resumed": [*old.revision.get("resumed", []), now.revision]})
     stop = None
     if old.stop:
-        from ..results.sequential import Rule  # brings scipy and statsmodels along
+        from ..results.sequential import Rule  # brings scipy along
 
         stop = Rule.from_json(old.stop)
     run = Run(policy, tasks, old, workers=workers, video=video, stop=stop, limits=limits or Limits())
