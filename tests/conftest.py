@@ -32,6 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({asked}) and not gpu" if asked else "not gpu"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def unsynced() -> Iterator[None]:
+    """Nothing of a test outlives a power cut, so nothing waits for the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def libero() -> Iterator[Callable[[str, int], LiberoEnv]]:
     """The environment of (suite, task), compiled once and shared: @openpi, pictures on request. Reset it before use.

@@ -259,10 +259,9 @@ def test_a_click_on_a_heading_sorts_by_number(page: Any, pages: dict[str, Path])
 
 
 @browser_needed
-def test_pictures_of_episodes_far_down_are_not_loaded_yet(
-    page: Any, make_runs: ModuleType, runs: tuple[RunFolder, RunFolder], tmp_path: Path
-) -> None:
-    index = review(runs[0], tmp_path / "many")
+def test_pictures_of_episodes_far_down_are_not_loaded_yet(page: Any, pages: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(pages["review"].parent, tmp_path / "many")
+    index = tmp_path / "many" / pages["review"].name
     text = (tmp_path / "many" / "episodes.js").read_text()
     episodes = json.loads(text.removeprefix("const EPISODES = ").removesuffix(";\n"))
     drawn = [episode for episode in episodes if episode["views"][0]["sheet"]]

@@ -59,12 +59,9 @@ def outcome(folder: RunFolder) -> list[EpisodeRecord]:
 
 
 def arrays(folder: RunFolder) -> dict[tuple[str, int], dict[str, Any]]:
-    return {
-        (task, trial): {
-            f.name: getattr(folder.episode(task, trial), f.name).tobytes() for f in fields(folders.Episode) if f.name not in TIMED
-        }
-        for task, trial in folder.manifest.ledger
-    }
+    names = [field.name for field in fields(folders.Episode) if field.name not in TIMED]
+    episodes = {key: folder.episode(*key) for key in folder.manifest.ledger}
+    return {key: {name: getattr(episode, name).tobytes() for name in names} for key, episode in episodes.items()}
 
 
 def faulty(toy: Task, fault: str, where: str, **kwargs: Any) -> Task:
@@ -120,7 +117,7 @@ def test_an_episode_does_not_depend_on_what_was_played_before(tmp_path: Path) ->
 
 def test_batches_are_never_larger_than_asked_and_mates_are_waited_for(toy: Task) -> None:
     for batch in (1, 2):
-        policy = Looks(pause=0.2)
+        policy = Looks(pause=0.1)  # longer than a simulator takes to its next question
         records = list(vla_eval.evaluate(policy, [replace(toy, max_steps=16)], trials=6, workers=3, batch=batch))
         assert len(records) == 6
         assert sum(policy.batches) == 12
