@@ -22,6 +22,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # also of tests that import ONNX Runtime themselves
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads wait spinning, for cores that the other process of the suite works on
+
 ALIVE = 3  # environments at once: four that have drawn take 4.8 GB
 
 
