@@ -232,8 +232,8 @@ class RowsBound:
     ) -> None:  # fmt: skip
         """A whole layer over sequences of `length` rows, from `source` (by default `x` itself, after `more` was added) into `x`.
 
-        Rotary by `table` is a kernel before attention, or `within` it, which is quicker for narrow heads alone. Keys and values go to
-        `kept` where they are outputs of the component.
+        Rotary by `table` is a kernel before attention, or `within` it: see `turns_within`. Keys and values go to `kept` where they are
+        outputs of the component.
         """
         source, b, d = source or x, self.buffers, form.head_width
         normed, asked, seen, inner = (b[f"{room}{what}"] for what in ("normed", "asked", "seen", "inner"))

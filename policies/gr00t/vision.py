@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vla_eval.engines.card import Buffer
+from vla_eval.engines.many_rows import turns_within
 from vla_eval.engines.weights import Weights
 from vla_eval.types import Vector
 
@@ -41,7 +42,7 @@ class Vision:
 
     @property
     def widths(self) -> Mapping[str, tuple[int, ...]]:
-        return {"turning": (self.form.head_width,)}
+        return dict.fromkeys(("turned", "attended", "turning"), (self.form.head_width,))
 
     def check(self, inputs: Mapping[str, Vector]) -> str | None:
         lengths = np.diff(inputs["cu_seqlens"])
@@ -66,8 +67,9 @@ class Vision:
         bound.kernels.angles(b["rotary_pos_emb"], b["table"])
         bound.kernels.corners(bound.fixed["positions"], b["fast_pos_embed_idx"], b["fast_pos_embed_weight"], b["places"])
         bound.product("patches", b["input"], b["x"], base=b["places"])
+        within = turns_within(b["x"].shape[0], length, f.heads)
         for i in range(self.depth):
-            bound.layer(str(i), f, b["x"], length, table=b["table"], within=True)
+            bound.layer(str(i), f, b["x"], length, table=b["table"], within=within)
             if i in self.taps:
                 k = self.taps.index(i)
                 bound.norm(f"mergers.{k}.norm", b["x"], self._squares(b, k), eps=f.eps, layer=True, width=square * f.width)

@@ -129,6 +129,19 @@ def test_without_rounding_every_output_is_the_graphs(
     assert worst(*in_float32(model, component, wide, monkeypatch)) < EXACT
 
 
+@pytest.mark.parametrize("within", [True, False])
+def test_vision_turns_its_heads_before_attention_or_within_it(
+    within: bool, wide: Wide, emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gr00t_vision, "turns_within", lambda *_: within)
+    assert worst(*in_float32("gr00t", "visual", wide, monkeypatch)) < EXACT
+
+
+def test_heads_are_turned_within_attention_where_each_of_its_blocks_has_a_processor() -> None:
+    pictures = [many_rows.turns_within(256 * n, 256, 16) for n in (1, 2, 3, 16)]  # of GR00T, two a robot
+    assert pictures == [True, True, False, False]
+
+
 def of_form(**changes: Any) -> Change:
     """Another layer: of text or seeing blocks where a component has both, by the field's name before the double underscore."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -207,11 +208,12 @@ def tile_for(product: Product, rows: int) -> Tile:
 
 def _filled(tile: Tile) -> Tile:
     """With room for everything, or else for as much as fits, and one arrival of rows less than of weights, which was the quickest."""
-    for stages in range(tile.chunks, 0, -1):
-        filled = replace(tile, stages=stages, arrivals=stages if stages == tile.chunks else max(1, stages - 1))
-        if filled.shared <= _SHARED:
-            return filled
-    return tile
+
+    def filled(stages: int) -> Tile:
+        return replace(tile, stages=stages, arrivals=stages if stages == tile.chunks else max(1, stages - 1))
+
+    most = bisect_right(range(1, tile.chunks + 1), _SHARED, key=lambda stages: filled(stages).shared)  # more stages, more bytes
+    return filled(most) if most else tile
 
 
 def _microseconds(tile: Tile) -> float:

@@ -29,7 +29,8 @@ WIDEST = 8192  # numbers of a row that a norm takes
 INSTALL = "pip install 'vla-eval-trt[kernels]' brings it"
 _PLAIN = ("norm_narrow", "norm_wide", "gate_rows", "mix_corners", "table_of", "cut_patches")  # kernels of no head's width
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may use
-_THREADS, _BLOCKS = 256, 1056  # of kernels that go through their numbers in strides: eight blocks for each of an H200's processors
+_PROCESSORS = 132  # of an H200
+_THREADS, _BLOCKS = 256, 8 * _PROCESSORS  # of kernels that go through their numbers in strides
 _QUERIES = 64  # rows of a block of `attend`
 
 
@@ -289,6 +290,14 @@ def entries(turned: tuple[int, ...], attended: tuple[int, ...], turning: tuple[i
         for how, d in (*(("", d) for d in attended), *(("turning_", d) for d in turning))
     ]
     return "\n" + "".join(text)
+
+
+def turns_within(rows: int, length: int, heads: int) -> bool:
+    """Whether attention that turns queries and keys is quicker than a kernel before it: where each of its blocks has a processor alone.
+
+    Every block of a head turns all of its keys. Measured: docs/performance-log.md.
+    """
+    return -(-length // _QUERIES) * heads * (rows // length) <= _PROCESSORS
 
 
 def shared_of(width: int) -> int:
