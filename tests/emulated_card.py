@@ -591,15 +591,18 @@ def wide(array: Any) -> Any:
 
 def put(pointer: int, stride: int, rows: Any, kind: Any) -> None:
     """Rows into a wider table."""
-    step = stride * np.dtype(kind).itemsize
-    for i, row in enumerate(rows):
-        at(pointer + i * step, row.shape, kind)[:] = row
+    _table(pointer, stride, rows.shape, kind)[:] = rows
 
 
 def strided(pointer: int, rows: int, stride: int, width: int, kind: Any) -> Any:
     """[rows, width] of a wider table, which may end with the last row's width."""
-    step = stride * np.dtype(kind).itemsize
-    return np.stack([at(pointer + i * step, (width,), kind) for i in range(rows)]).astype(np.float32)
+    return _table(pointer, stride, (rows, width), kind).astype(np.float32)
+
+
+def _table(pointer: int, stride: int, shape: tuple[int, int], kind: Any) -> Any:
+    rows, width = shape
+    flat = at(pointer, ((rows - 1) * stride + width,), kind)
+    return np.lib.stride_tricks.as_strided(flat, shape, (stride * flat.itemsize, flat.itemsize))
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Emulated, Callable[[Bundle], None]]:
