@@ -39,7 +39,7 @@ class Summary:
         self.count = 0
         self.mean, self.squares = np.zeros(width), np.zeros(width)  # [D] float64; squares: sum of squared distances from the mean
         self.low, self.high = np.full(width, np.inf), np.full(width, -np.inf)
-        self._upper = np.zeros((width, 1 << 16), np.int64)  # how many values begin with these 16 bits
+        self._upper = np.zeros((width, 1 << 16), np.int64)  # how many begin with these 16 bits; once refining, with these or lower
         self._lower: dict[tuple[int, int], NDArray[np.int64]] = {}  # (dimension, upper bits) -> how many end with these
 
     def add(self, values: NDArray[Any]) -> None:
@@ -60,6 +60,7 @@ class Summary:
         """Second pass, with the same rows."""
         bits = _sortable(_float32(values))
         if not self._lower:
+            np.cumsum(self._upper, axis=1, out=self._upper)
             wanted = {(d, self._bin(d, rank)[0]) for d in range(len(self.mean)) for q in QUANTILES.values() for rank in self._ranks(q)}
             self._lower = {key: np.zeros(1 << 16, np.int64) for key in wanted}
         for (d, upper), counts in self._lower.items():
@@ -79,9 +80,9 @@ class Summary:
 
     def _bin(self, d: int, rank: int) -> tuple[int, int]:
         """The upper bits of the value of that rank, and its rank among the values that share them."""
-        running = np.cumsum(self._upper[d])
+        running = self._upper[d]
         upper = int(np.searchsorted(running, rank, side="right"))
-        return upper, rank - int(running[upper] - self._upper[d][upper])
+        return upper, rank - (int(running[upper - 1]) if upper else 0)
 
     def _value(self, d: int, rank: int) -> float:
         upper, inside = self._bin(d, rank)
