@@ -16,7 +16,7 @@ from vla_eval.engines.bundle import Component
 from vla_eval.engines.card import Buffer, Card
 from vla_eval.engines.engine import Tensor, check_inputs, to_host
 from vla_eval.engines.graph import PRECISIONS
-from vla_eval.engines.many_rows import WIDEST, WORKSPACE, ManyRows
+from vla_eval.engines.many_rows import WIDEST, WORKSPACE, Follow, ManyRows
 from vla_eval.engines.weights import Weights
 from vla_eval.types import BadRequest, ContractMismatch, Vector
 
@@ -214,9 +214,10 @@ class RowsBound:
         """Give the component's work to the stream."""
         self.engine.network.run(self)
 
-    def product(self, name: str, x: Buffer, out: Buffer, *, base: Buffer | None = None, gelu: bool = False) -> None:
+    def product(self, name: str, x: Buffer, out: Buffer, *, base: Buffer | None = None, follow: Follow = "", every: int = 1) -> None:
         """A product by the name of its weights."""
-        self.kernels.product(x, self._weight(name), out, bias=self.fixed.get(f"{name}.bias"), base=base, gelu=gelu)
+        bias = self.fixed.get(f"{name}.bias")
+        self.kernels.product(x, self._weight(name), out, bias=bias, base=base, follow=follow, every=every)
 
     def norm(
         self, name: str, x: Buffer, out: Buffer, *, eps: float, layer: bool, more: Buffer | None = None, width: int | None = None
@@ -255,7 +256,7 @@ class RowsBound:
         self.product(f"{name}.out", seen, x, base=source)
         self.norm(f"{name}.between", x, normed, eps=form.eps, layer=form.layer_norm)
         if form.feed == "gelu_tanh":
-            self.product(f"{name}.up", normed, inner, gelu=True)
+            self.product(f"{name}.up", normed, inner, follow="GELU")
         else:
             self.product(f"{name}.up", normed, b[f"{room}both"])
             self.kernels.gate(b[f"{room}both"], inner, form.feed)

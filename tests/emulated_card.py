@@ -488,8 +488,9 @@ class Many(many_rows.ManyRows):
         return at(buffer.pointer, shape or buffer.shape, self._kind)
 
     def product(
-        self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None, gelu: bool = False
-    ) -> None:
+        self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None,
+        follow: many_rows.Follow = "", every: int = 1,
+    ) -> None:  # fmt: skip
         *many, outputs, inputs = weight.shape
         apart = many if many and len(x.shape) == len(weight.shape) else []
         rows = int(np.prod(x.shape)) // inputs // int(np.prod(apart))
@@ -497,14 +498,17 @@ class Many(many_rows.ManyRows):
         def work() -> None:
             known: dict[str, Any] = {} if bias is None else {"bias": wide(self._half(bias))[..., None, :]}
             known |= {} if base is None else {"base": wide(self._half(base, rows, outputs))}
-            y = many_rows.product(wide(self._half(x, *apart, rows, inputs)), wide(self._half(weight)), gelu=gelu, **known)
-            self._half(out, *many, rows, outputs)[:] = y
+            y = many_rows.product(wide(self._half(x, *apart, rows, inputs)), wide(self._half(weight)), follow=follow, **known)
+            if every > 1:
+                self._half(out, rows, every, outputs)[:, 0] = y
+            else:
+                self._half(out, *many, rows, outputs)[:] = y
 
         self._do(work)
 
     def norm(
-        self, x: Buffer, out: Buffer, *, weight: Buffer, bias: Buffer | None = None, eps: float, layer: bool, more: Buffer | None = None,
-        width: int | None = None,
+        self, x: Buffer, out: Buffer, *, weight: Buffer | None = None, bias: Buffer | None = None, eps: float, layer: bool,
+        more: Buffer | None = None, width: int | None = None, modulation: tuple[Buffer, Buffer] | None = None,
     ) -> None:  # fmt: skip
         width = width or x.shape[-1]
         rows = int(np.prod(x.shape)) // width
@@ -514,8 +518,11 @@ class Many(many_rows.ManyRows):
             here = self._half(x, rows, width)
             if more is not None:
                 here[:] = wide(here) + wide(self._half(more, rows, width))
-            shift = 0.0 if bias is None else at(bias.pointer, (width,), np.float32)
-            y = many_rows.norm(wide(here), weight=at(weight.pointer, (width,), np.float32), bias=shift, eps=eps, layer=layer)
+            shift: Any = 0.0 if bias is None else at(bias.pointer, (width,), np.float32)
+            scale: Any = 1.0 if weight is None else at(weight.pointer, (width,), np.float32)
+            if modulation is not None:
+                scale, shift = 1 + wide(self._half(modulation[0], width)), wide(self._half(modulation[1], width))
+            y = many_rows.norm(wide(here), weight=scale, bias=shift, eps=eps, layer=layer)
             self._half(out, rows, width)[:] = y
 
         self._do(work)
@@ -540,30 +547,56 @@ class Many(many_rows.ManyRows):
 
     def attention(
         self, q: Buffer, k: Buffer, v: Buffer, out: Buffer, *, heads: tuple[int, int], width: int, rows: int, length: int, q_stride: int,
-        kv_stride: int, causal: bool = False, table: Buffer | None = None,
+        kv_stride: int, causal: bool = False, table: Buffer | None = None, keys: int | None = None, mask: Buffer | None = None,
     ) -> None:  # fmt: skip
         assert width in self._widths[1 if table is None else 2]
 
         def work() -> None:
             asked = [
-                strided(x.pointer, rows, stride, count * width, self._kind).reshape(rows // length, length, count, width)
-                for x, stride, count in ((q, q_stride, heads[0]), (k, kv_stride, heads[1]), (v, kv_stride, heads[1]))
+                strided(x.pointer, rows // length * each, stride, count * width, self._kind).reshape(rows // length, each, count, width)
+                for x, stride, count, each in (
+                    (q, q_stride, heads[0], length),
+                    (k, kv_stride, heads[1], keys or length),
+                    (v, kv_stride, heads[1], keys or length),
+                )
             ]
             if table is not None:
                 numbers = at(table.pointer, (rows, width), np.float32)
                 for i, count in enumerate(heads):
                     turned = many_rows.turn(asked[i].reshape(rows, count, width), numbers)
                     asked[i] = wide(turned.astype(self._kind)).reshape(asked[i].shape)
-            seen = [many_rows.attention(*parts, causal=causal) for parts in zip(*asked, strict=True)]
+            shown = [None] * len(asked[0]) if mask is None else at(mask.pointer, (len(asked[0]), keys or length), np.bool_)
+            seen = [many_rows.attention(*parts, causal=causal, mask=one) for *parts, one in zip(*asked, shown, strict=True)]
             self._half(out, rows, heads[0] * width)[:] = np.concatenate(seen).reshape(rows, -1)
 
         self._do(work)
 
-    def gate(self, x: Buffer, out: Buffer, kind: many_rows.Gate) -> None:
+    def gate(self, x: Buffer, out: Buffer, kind: many_rows.Gate, *, more: Buffer | None = None, period: int = 0) -> None:
         width = out.shape[-1]
 
         def work() -> None:
-            self._half(out)[:] = many_rows.gate(wide(self._half(x, *out.shape[:-1], width * (1 if kind == "gelu" else 2))), kind)
+            given = wide(self._half(x, *out.shape[:-1], width * (2 if kind.startswith("gated") else 1)))
+            added = 0.0 if more is None else wide(self._half(more, width))
+            self._half(out)[:] = many_rows.gate(given, kind, more=added, period=period)
+
+        self._do(work)
+
+    def spread(self, x: Buffer, out: Buffer, *, per: int, skip: int) -> None:
+        sequences, width = int(np.prod(x.shape[:-1])) // per, out.shape[-1]
+
+        def work() -> None:
+            given = at(x.pointer, (sequences, per, x.shape[-1]), np.float32)
+            self._half(out, sequences, skip + per, width)[:] = many_rows.spread(given, width, skip=skip)
+
+        self._do(work)
+
+    def gather(self, x: Buffer, out: Buffer, *, per: int, skip: int) -> None:
+        outputs = out.shape[-1]
+        sequences = int(np.prod(out.shape)) // outputs // per
+
+        def work() -> None:
+            given = wide(self._half(x, sequences, skip + per, x.shape[-1]))
+            at(out.pointer, (sequences, per, outputs), np.float32)[:] = many_rows.gather(given, outputs, skip=skip)
 
         self._do(work)
 

@@ -140,9 +140,15 @@ def constants(s: Shape, w: Weights, made: Mapping[str, Layer]) -> dict[str, Arra
     normed = {*looks(s), *(name for name, product in products(s).items() if product.norm != "NONE")}
     found = {f"{name}.bias": layer.bias() for name, layer in made.items() if name not in normed or name.endswith(".up")}
     found |= {f"{name}.lost": made[name].weight().sum(1) for name in normed if name.endswith(".up")}
-    places = np.zeros((s.rows, s.width), np.float32)  # the state's row is filled by every request, and takes no bias of the actions'
-    places[1:] = w["action_head.position_embedding.weight"].rows(0, s.horizon).floats() + found.pop("encode_out.bias")
-    return {**found, "places": places}
+    there = places(s, w, found.pop("encode_out.bias"))
+    return {**found, "places": there}
+
+
+def places(s: Shape, w: Weights, bias: Array) -> Array:
+    """The actions' positions with the bias before them [T, W]: the state's row is filled by every request, and takes none."""
+    found = np.zeros((s.rows, s.width), np.float32)
+    found[1:] = w["action_head.position_embedding.weight"].rows(0, s.horizon).floats() + bias
+    return found
 
 
 def step_constants(s: Shape, made: Mapping[str, Layer], modulation: Array, time_bias: Array) -> dict[str, Array]:

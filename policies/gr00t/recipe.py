@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from vla_eval.types import BadRequest, Progress, Vector, silent
 
 from ..components import KERNELS, check_kernels, position_ids
 from ..on_rows import PACKED as ROWS
-from . import backbone, dit, network, vision
+from ..on_rows import Entry
+from . import backbone, dit, dit_rows, network, vision
 from .backbone import Backbone
 from .configuration import (
     EMBEDDING,
@@ -36,13 +37,14 @@ from .configuration import (
     trained_steps,
 )
 from .contract import FRAMES, MERGE, PATCH, TOKENIZER_FILES, Contract, from_checkpoint, parse
+from .dit_rows import DitRows
 from .processor import Layout, Tokens, positions, seen_grid, text_rotary, vision_tables
 from .runtime import DEEPSTACK
 from .tables import action_time_bias, adanorm_modulation, buckets
 from .vision import Vision
 
 COMPONENTS = ("visual", "vl_backbone", "action")
-KernelForm = dit.Shape | Vision | Backbone  # of a component, as the kernels know it
+KernelForm = dit.Shape | DitRows | Vision | Backbone  # of a component, as the kernels know it
 MOST_ROBOTS = 1024  # in a batch: a request of that many holds some 10 GB already
 TUNED_TEXT = 11  # tokens of an instruction that engines are tuned for: the reference's prompt, 148 long with two pictures
 
@@ -202,22 +204,24 @@ def _selftest(
 
 
 def _kernel_forms(a: Architecture, w: Weights, dtype: str, batch: int) -> dict[str, KernelForm]:
-    """The components as the kernels know them, the denoise step's for one robot. Raises BadRequest for a network that they do not take."""
+    """The components as the kernels know them. Raises BadRequest for a network that they do not take."""
     check_kernels(dtype)
-    forms: dict[str, KernelForm] = {"visual": Vision.of(a), "vl_backbone": Backbone.of(a, w)}
+    step = dit.Shape.of(a, w)
     if batch == 1:
-        forms["action"] = step = dit.Shape.of(a, w)
         dit.check_shape(step)
-    return forms
+    return {"visual": Vision.of(a), "vl_backbone": Backbone.of(a, w), "action": step if batch == 1 else DitRows.of(step)}
 
 
 def _write_kernels(
     stage: Stage, component: str, a: Architecture, form: KernelForm, w: Weights, slot: int, dtype: str, steps: Sequence[int]
 ) -> None:  # fmt: skip
     kind = NUMPY[PRECISIONS[dtype]]
+    rows: dict[str, Callable[[], Iterator[tuple[str, Entry]]]] = {
+        "visual": lambda: vision.entries(a, w, kind), "vl_backbone": lambda: backbone.entries(a, w, kind),
+        "action": lambda: dit_rows.entries(dit.Shape.of(a, w), w, slot, kind),
+    }  # fmt: skip
     if not isinstance(form, dit.Shape):
-        made = vision.entries(a, w, kind) if isinstance(form, Vision) else backbone.entries(a, w, kind)
-        write_tensors(stage.file(component, f"{ROWS}.safetensors"), dict(made))
+        write_tensors(stage.file(component, f"{ROWS}.safetensors"), dict(rows[component]()))
         return
     write_tensors(stage.file(component, f"{dit.PACKED}.safetensors"), dict(dit.stored_tensors(form, w, slot, kind)))
     layers = dit.layers(form, w, slot)

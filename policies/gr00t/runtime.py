@@ -22,6 +22,7 @@ from ..sight import Pictures
 from .backbone import Backbone
 from .contract import MERGE
 from .dit import PACKED, DitEngine
+from .dit_rows import DitRows
 from .processor import Layout, prompt_rotary, vision_tables
 from .vision import Vision
 
@@ -102,9 +103,8 @@ class Gr00tRuntime:
         tables = backbone.ahead("embed_tokens.safetensors") + action.ahead(*by_step)
         (self._modulation,), (self._time_bias,) = (action.tensors(file).values() for file in by_step)
         packed = (f"{PACKED}.safetensors", f"{PACKED}.{self.steps}.safetensors")
-        ours = {
-            "visual": own(Vision.read), "vl_backbone": own(Backbone.read), "action": Own(self._action, packed, blas=False),
-        }  # fmt: skip
+        alone = Own(self._action, packed, blas=False)
+        ours = {"visual": own(Vision.read), "vl_backbone": own(Backbone.read), "action": alone if self.batch == 1 else own(DitRows.read)}
         self._call = Components(bundle, COMPONENTS, backend, engines, Kernels(kernels, ours), tables)
         (self._embedding,) = backbone.tensors("embed_tokens.safetensors").values()
         self.about = self._call.about

@@ -102,6 +102,8 @@ class Blas:
                 y += at(said["BIAS_POINTER"] + batch * step * 2, len(y), kind).astype(np.float32)[:, None]
             if "GELU" in epilogue:
                 y = few_rows.gelu_tanh(y)
+            elif "RELU" in epilogue:
+                y = np.maximum(y, 0)
             matrix(d, d_layout)[:] = y
 
     def matrix_layout_destroy(self, made: int) -> None:
@@ -130,7 +132,9 @@ class Held:
 
 
 @pytest.mark.parametrize("dtype", ROUNDED)
-@pytest.mark.parametrize("form", ["plain", "bias", "gelu", "gelu and bias", "base", "in place", "shared rows", "own rows"])
+@pytest.mark.parametrize(
+    "form", ["plain", "bias", "gelu", "gelu and bias", "relu and bias", "rows apart", "base", "in place", "shared rows", "own rows"]
+)
 def test_a_product_is_told_so_that_it_gives_what_numpy_gives(form: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library, card, rng = Blas(), Held(), np.random.default_rng(0)
     monkeypatch.setattr(many_rows, "blas", lambda: library)
@@ -146,9 +150,16 @@ def test_a_product_is_told_so_that_it_gives_what_numpy_gives(form: str, dtype: s
         given["bias"], known["bias"] = card.buffer(bias), bias.astype(np.float32)[..., None, :]
     if form in ("base", "in place"):
         given["base"], known["base"] = out if form == "in place" else card.buffer(base), base.astype(np.float32)
-    gelu = form.startswith("gelu")
-    rows.product(card.buffer(x), card.buffer(weight), out, gelu=gelu, **given)
-    wanted = many_rows.product(x.astype(np.float32), weight.astype(np.float32), gelu=gelu, **known)
+    follow: Any = form[:4].upper() if form[:4] in ("gelu", "relu") else ""
+    if form == "rows apart":
+        out = card.buffer(np.full((5, 3, 24), 7, kind))
+        given["every"] = 3
+    rows.product(card.buffer(x), card.buffer(weight), out, follow=follow, **given)
+    if form == "rows apart":
+        spread = at(out.pointer, 5 * 3 * 24, kind).reshape(5, 3, 24).copy()
+        assert (spread[:, 1:] == 7).all()
+        out = card.buffer(spread[:, 0])
+    wanted = many_rows.product(x.astype(np.float32), weight.astype(np.float32), follow=follow, **known)
     found = at(out.pointer, wanted.size, kind).reshape(wanted.shape).astype(np.float32)
     assert np.abs(found - wanted).max() <= ROUNDED[dtype] * np.abs(wanted).max()
     assert list(library.made.values()) == ["library"]  # everything else was given back

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 
 Array = NDArray[Any]
 KINDS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+FOLLOW: dict[str, many_rows.Follow] = {"gelu": "GELU", "relu": "RELU"}
 ROUNDED = {"float16": 1e-3, "bfloat16": 8e-3}  # of the largest number: an output is rounded once to 11 or 8 bits
 
 
@@ -52,19 +53,19 @@ def poisoned(card: Card, dtype: str, *shape: int) -> Buffer:
 
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(512, 1024, 3072), (148, 6144, 2048), (536, 592, 1152), (1, 4304, 1152)])
-@pytest.mark.parametrize("form", ["plain", "bias", "gelu", "base", "in place"])
+@pytest.mark.parametrize("form", ["plain", "bias", "gelu", "relu", "base", "in place"])
 def test_a_product_gives_what_numpy_gives(card: Card, dtype: str, rows: int, inputs: int, outputs: int, form: str) -> None:
     x, wide = numbers(dtype, rows, inputs)
     weight, wide_weight = numbers(dtype, outputs, inputs, scale=inputs**-0.5)
     bias, wide_bias = numbers(dtype, outputs)
     base, wide_base = numbers(dtype, rows, outputs, seed=1)
-    on = {"bias": card.load(bias)} if form != "plain" else {}
+    on: dict[str, Any] = {"bias": card.load(bias)} if form != "plain" else {}
     known: dict[str, Any] = {"bias": wide_bias} if form != "plain" else {}
     out = card.load(base) if form == "in place" else poisoned(card, dtype, rows, outputs)
     if form in ("base", "in place"):
         on["base"], known["base"] = out if form == "in place" else card.load(base), wide_base
-    made(card, dtype).product(card.load(x), card.load(weight), out, gelu=form == "gelu", **on)
-    assert off(out, many_rows.product(wide, wide_weight, gelu=form == "gelu", **known)) < ROUNDED[dtype]
+    made(card, dtype).product(card.load(x), card.load(weight), out, follow=FOLLOW.get(form, ""), **on)
+    assert off(out, many_rows.product(wide, wide_weight, follow=FOLLOW.get(form, ""), **known)) < ROUNDED[dtype]
 
 
 def test_products_that_share_their_rows(card: Card) -> None:
@@ -150,6 +151,63 @@ def test_attention_gives_what_numpy_gives(
     parts = [np.split(part, sequences) for part in np.split(wide, np.cumsum((heads[0], heads[1])), 1)]
     wanted = np.concatenate([many_rows.attention(q, k, v, causal=causal) for q, k, v in zip(*parts, strict=True)])
     assert off(out, wanted.reshape(rows, -1)) < 2 * ROUNDED[dtype]  # weights are rounded as well
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize(("length", "keys", "sequences"), [(41, 147, 8), (41, 300, 2), (64, 64, 1), (5, 33, 3)])
+def test_attention_to_a_context_sees_what_the_mask_shows(card: Card, dtype: str, length: int, keys: int, sequences: int) -> None:
+    kernels, width, heads = ManyRows(card, dtype=dtype, attended=(48,)), 48, 32
+    q, wide_q = numbers(dtype, sequences, length, heads, width)
+    (k, wide_k), (v, wide_v) = (numbers(dtype, sequences, keys, heads, width, seed=seed) for seed in (1, 2))
+    mask = np.random.default_rng(3).random((sequences, keys)) < 0.2
+    mask[:, keys // 2] = True
+    out = poisoned(card, dtype, sequences * length, heads * width)
+    for shown in (mask, None):
+        kernels.attention(
+            card.load(q), card.load(k), card.load(v), out, heads=(heads, heads), width=width, rows=sequences * length, length=length,
+            q_stride=heads * width, kv_stride=heads * width, keys=keys, mask=None if shown is None else card.load(shown),
+        )  # fmt: skip
+        some = np.ones_like(mask) if shown is None else shown
+        wanted = np.stack([many_rows.attention(*one[:3], mask=one[3]) for one in zip(wide_q, wide_k, wide_v, some, strict=True)])
+        assert off(out, wanted.reshape(sequences * length, -1)) < 2 * ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_modulated_norm_and_a_plain_one(card: Card, dtype: str) -> None:
+    x, wide = numbers(dtype, 328, 1536, scale=3.0)
+    (scale, wide_scale), (shift, wide_shift) = (numbers(dtype, 1536, seed=seed, scale=0.3) for seed in (1, 2))
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"modulation": (card.load(scale), card.load(shift))}, {"weight": 1 + wide_scale, "bias": wide_shift}), ({}, {}),
+    ]  # fmt: skip
+    for how, known in ways:
+        out = poisoned(card, dtype, 328, 1536)
+        made(card, dtype).norm(card.load(x), out, eps=1e-5, layer=True, **how)
+        assert off(out, many_rows.norm(wide, eps=1e-5, layer=True, **known)) < ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_rows_are_spread_made_silent_and_gathered(card: Card, dtype: str) -> None:
+    kernels, x = made(card, dtype), np.random.default_rng(0).standard_normal((3, 40, 132)).astype(np.float32)
+    (more, wide_more), there = numbers(dtype, 136), poisoned(card, dtype, 3 * 41, 136)
+    kernels.spread(card.load(x), there, per=40, skip=1)
+    assert off(there, many_rows.spread(x, 136, skip=1).reshape(-1, 136)) < ROUNDED[dtype]
+    spread, out = there.to_host().astype(np.float32), poisoned(card, dtype, 3 * 41, 136)
+    kernels.gate(there, out, "silu", more=card.load(more), period=41)
+    wanted = many_rows.gate(spread, "silu", more=wide_more, period=41)
+    assert off(out, wanted) < ROUNDED[dtype]
+    assert not out.to_host().astype(np.float32)[::41].any()
+    back = card.load(np.full((3, 40, 132), np.nan, np.float32))
+    kernels.gather(there, back, per=40, skip=1)
+    assert np.array_equal(back.to_host(), spread.reshape(3, 41, 136)[:, 1:, :132])
+
+
+def test_a_product_leaves_the_rows_between_its_own(card: Card) -> None:
+    (x, wide), (weight, wide_weight) = numbers("float16", 8, 1024), numbers("float16", 1536, 1024, seed=1, scale=1 / 32)
+    out = card.load(np.full((8, 41, 1536), 7, np.float16))
+    made(card, "float16").product(card.load(x), card.load(weight), out, every=41)
+    found = out.to_host()
+    assert off(found[:, 0], many_rows.product(wide, wide_weight)) < 1e-3
+    assert (found[:, 1:] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", KINDS)

@@ -27,11 +27,13 @@ from vla_eval.engines.bundle import Bundle, open_bundle
 from vla_eval.engines.card import Card
 from vla_eval.engines.many_rows import INSTALL, WORKSPACE
 from vla_eval.engines.verify import SELFTEST, trace
-from vla_eval.engines.weights import Weights
+from vla_eval.engines.weights import Weights, open_checkpoint
 from vla_eval.policies import on_rows
 from vla_eval.policies.components import most
 from vla_eval.policies.gr00t import backbone as gr00t_backbone
 from vla_eval.policies.gr00t import configuration as gr00t_configuration
+from vla_eval.policies.gr00t import dit as gr00t_dit
+from vla_eval.policies.gr00t import dit_rows as gr00t_dit_rows
 from vla_eval.policies.gr00t import runtime as gr00t
 from vla_eval.policies.gr00t import synthetic as gr00t_synthetic
 from vla_eval.policies.gr00t import vision as gr00t_vision
@@ -46,9 +48,17 @@ Wide = Callable[..., Path]
 Change = Callable[[Any, pytest.MonkeyPatch], None]
 MAKE = {
     ("gr00t", "visual"): own(gr00t_vision.Vision.read), ("gr00t", "vl_backbone"): own(gr00t_backbone.Backbone.read),
+    ("gr00t", "action"): own(gr00t_dit_rows.DitRows.read),
     ("pi05", "visual"): own(pi05_vision.Vision.read), ("pi05", "prefix"): own(pi05_prefix.Prefix.read),
 }  # fmt: skip
-MAIN = ("/input", "/inputs_embeds", "/pixel_values")  # what a component looks at, rows of a batch one after the other
+FEWEST = {"action": 2}  # robots of a bundle whose component these kernels answer
+MAIN = (
+    "/input",
+    "/inputs_embeds",
+    "/pixel_values",
+    "/noise_trajectory",
+    "/state",
+)  # what a component looks at, rows of a batch one after the other
 EXACT = 5e-6  # of an output's largest number: float32's own rounding, four layers deep, gives up to 1.3e-6
 
 
@@ -59,27 +69,50 @@ def truth_of(folder: Path, component: str) -> dict[str, Array]:
     return trace(bundle, inputs_of(bundle, component), backend="onnxruntime")
 
 
+@cache
+def whole(folder: Path) -> dict[str, Array]:
+    """What a bundle's components make of its own inputs, one after the other."""
+    bundle = open_bundle(folder)
+    return trace(bundle, read_npz(folder / SELFTEST), backend="onnxruntime")
+
+
 def inputs_of(bundle: Bundle, component: str) -> dict[str, Array]:
-    return {key: array for key, array in read_npz(bundle.path / SELFTEST).items() if key.startswith(f"{component}/")}
+    """The bundle's own; what another component makes of them where that is the component's input."""
+    known = whole(bundle.path) if component == "action" else read_npz(bundle.path / SELFTEST)
+    return {key: array for key, array in known.items() if key.startswith(f"{component}/") and "/in/" in key}
 
 
 def ours(bundle: Bundle, component: str) -> Any:
     return MAKE[bundle.model, component].make(bundle.component(component), Card())
 
 
+def unrounded(bundle: Bundle) -> dict[str, Array]:
+    """Weights of GR00T's denoise step, folded, in float32."""
+    checkpoint = bundle.path.with_name("gr00t")
+    stored = open_checkpoint(checkpoint, gr00t_configuration.PREFIXES)
+    a = gr00t_configuration.read_architecture(stored, gr00t_configuration.read_geometry(checkpoint / "geometry.json"))
+    shape, slot = gr00t_dit.Shape.of(a, stored.weights), int(bundle.options["embodiment_id"])
+    made = gr00t_dit_rows.entries(shape, stored.weights, slot, np.float32)
+    return {name: np.concatenate(list(pieces)).reshape(size) for name, (_, size, pieces) in made}
+
+
 def in_float32(
-    model: str, component: str, wide: Wide, monkeypatch: pytest.MonkeyPatch, change: Change = lambda *_: None, *, batch: int = 1,
+    model: str, component: str, wide: Wide, monkeypatch: pytest.MonkeyPatch, change: Change = lambda *_: None, *, batch: int = 0,
     inputs: Callable[[dict[str, Array]], dict[str, Array]] | None = None,
 ) -> tuple[dict[str, Array], dict[str, Array]]:  # fmt: skip
     """What the kernels, after a change of them, make of the bundle's own inputs if nothing is rounded, and what the graph makes of them.
 
-    The checkpoint's numbers are bfloat16, so that the bundle's weights are the graph's.
+    The checkpoint's numbers are bfloat16, so that the bundle's weights are the graph's, but for those of a denoise step, some of which are
+    products of two.
     """
-    truth, bundle = open_bundle(wide(model, "fp32", batch)), open_bundle(wide(model, "bf16", batch))
+    robots = batch or FEWEST.get(component, 1)
+    truth, bundle = open_bundle(wide(model, "fp32", robots)), open_bundle(wide(model, "bf16", robots))
     monkeypatch.setattr(on_rows, "PRECISIONS", {"bf16": "float32"})
     engine = ours(bundle, component)
     engine.inputs = truth.component(component).inputs
-    engine.fixed = {name: engine.card.load(buffer.to_host().astype(np.float32)) for name, buffer in engine.fixed.items()}
+    fixed = unrounded(truth) if component == "action" else {name: buffer.to_host() for name, buffer in engine.fixed.items()}
+    assert {name: numbers.shape for name, numbers in fixed.items()} == {name: buffer.shape for name, buffer in engine.fixed.items()}
+    engine.fixed = {name: engine.card.load(numbers.astype(np.float32)) for name, numbers in fixed.items()}
     given = inputs_of(truth, component)
     if inputs is None:
         wanted = truth_of(truth.path, component)
@@ -114,7 +147,7 @@ def test_the_room_that_is_made_sure_of_is_what_the_largest_request_takes(model: 
 def test_every_output_is_the_float32_graphs_up_to_rounding(
     model: str, component: str, dtype: str, bits: int, wide: Wide, emulated: Any
 ) -> None:
-    truth, bundle = open_bundle(wide(model, "fp32")), open_bundle(wide(model, dtype))
+    truth, bundle = (open_bundle(wide(model, kind, FEWEST.get(component, 1))) for kind in ("fp32", dtype))
     inputs = inputs_of(truth, component)
     found = trace(bundle, inputs, engines={component: ours(bundle, component)})
     assert (
@@ -224,7 +257,7 @@ WRONG: dict[tuple[str, str], dict[str, Change]] = {
         "another position": of_calls("attention", table=rolled("table")),
         "another place": of_weights("positions", lambda array: np.roll(array, 1, 0)),
         "a tap normed before its neighbours stand side by side": of_calls("norm", width=None),
-        "tanh gelu where patches merge": of_arithmetic("gate", lambda x, kind: few_rows.gelu_tanh(x)),
+        "tanh gelu where patches merge": of_arithmetic("gate", lambda x, kind, **_: few_rows.gelu_tanh(x)),
     },
     ("gr00t", "vl_backbone"): {
         "seen from before": of_form(text__causal=False),
@@ -240,6 +273,18 @@ WRONG: dict[tuple[str, str], dict[str, Change]] = {
         "gelu for silu": of_form(text__feed="gated_gelu"),
         "exact gelu": EXACT_GELU,
         "keys and values of the block beside": of_weights("crosses.*", lambda array: np.roll(array, 2, 0)),
+    },
+    ("gr00t", "action"): {
+        "RMSNorm": of_calls("norm", layer=False),
+        "another eps": of_calls("norm", eps=1e-3),
+        "scale for shift": of_calls("norm", modulation=lambda _, given: given["modulation"][::-1]),
+        "no mask": of_calls("attention", mask=None),
+        "keys of the next": of_calls("attention", mask=lambda engine, given: engine.card.load(np.roll(given["mask"].to_host(), 1, -1))),
+        "a state in silu": of_calls("gate", period=1 << 20),
+        "no time": of_calls("gate", more=lambda engine, given: engine.card.load(np.zeros(given["more"].shape, np.float32))),
+        "another place": of_weights("places", lambda array: np.roll(array, 1, 0)),
+        "exact gelu": EXACT_GELU,
+        "no relu": of_calls("product", follow=lambda _, given: given["follow"].replace("RELU", "")),
     },
     ("pi05", "visual"): {
         "RMSNorm": of_form(layer_norm=False),
@@ -297,18 +342,18 @@ def load(model: str, bundle: Path, **options: Any) -> Any:
     return registry.load_policy(model, bundle=bundle, backend="tensorrt", **options)
 
 
-@pytest.mark.parametrize(("model", "prefill"), [("gr00t", "vl_backbone"), ("pi05", "prefix")])
-def test_of_a_batch_the_plan_takes_the_denoise_step_alone(
-    model: str, prefill: str, wide: Wide, emulated: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("model", "ours"), [("gr00t", {"visual", "vl_backbone", "action"}), ("pi05", {"visual", "prefix"})])
+def test_of_a_batch_kernels_take_what_they_can(
+    model: str, ours: set[str], wide: Wide, emulated: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = wide(model, "fp16", 2)
     emulated[1](open_bundle(bundle))
     said = load(model, bundle).engines
-    assert {name for name, about in said.items() if about["backend"] == "kernels"} == {"visual", prefill}
-    assert said["visual"]["version"] == "many_rows"
+    assert {name: about["version"] for name, about in said.items() if about["backend"] == "kernels"} == dict.fromkeys(ours, "many_rows")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # there are no kernels that could run
-    with pytest.raises(BadRequest, match=r"action: kernels=yes cannot be: these are for one robot, .* take --option kernels=auto"):
-        load(model, bundle, kernels="yes")
+    if model == "pi05":
+        with pytest.raises(BadRequest, match=r"action: kernels=yes cannot be: these are for one robot, .* take --option kernels=auto"):
+            load(model, bundle, kernels="yes")
     assert {about["backend"] for about in load(model, bundle, kernels="no").engines.values()} == {"tensorrt_rtx"}
 
 
@@ -473,3 +518,13 @@ def test_a_layer_that_the_kernels_do_not_take_is_refused(change: dict[str, Any],
         form.check(36)
     with pytest.raises(BadRequest, match=f"--kernels: they take {said}$"):
         replace(form, **change).check()
+
+
+def test_a_released_denoise_step_for_several_robots_is_as_large_as_its_plan() -> None:
+    shape = gr00t_dit.Shape(32, 32, 48, 1024, 6144, 132, 132, 40, 2)
+    network = gr00t_dit_rows.DitRows.of(shape)
+    assert gr00t_dit_rows.DitRows.read(json.loads(json.dumps(asdict(network)))) == network
+    weights = Weights({name: Unread(name, shape, {}) for name, shape in gr00t_configuration.tensor_shapes(A).items()})  # type: ignore[misc]
+    stored = dict(gr00t_dit_rows.entries(shape, weights, 0, np.float16))
+    assert sum(math.prod(size) for _, size, _ in stored.values()) * 2 / 1e9 == pytest.approx(1.67, abs=0.005)
+    assert all(size[-1] % 8 == 0 for _, size, _ in stored.values())  # cuBLASLt reads 16 bytes at a time

@@ -34,8 +34,10 @@ DEVICE float over_block(float value, float* scratch) {  // the sum over all thre
 struct Norm {
     u16* x;               // [T, W]
     const u16* more;      // [T, W] that is added to x first, or null; x then keeps the sum
-    const float* weight;  // [W]
+    const float* weight;  // [W], or null
     const float* bias;    // [W], or null
+    const u16* scale;     // [W] in the weight's place, less one, or null
+    const u16* shift;     // [W] in the bias's place
     u16* out;             // [T, W]
     int width, layer;     // layer: subtract the mean
     float eps;
@@ -51,10 +53,15 @@ DEVICE void norm(const Norm& p) {
     for (int i = 0; i < N; i++) {
         const int at = (i * blockDim.x + threadIdx.x) * 8;
         #pragma unroll
-        for (int e = 0; e < 8; e++) x[i][e] = w[i][e] = b[i][e] = 0;
+        for (int e = 0; e < 8; e++) x[i][e] = b[i][e] = 0, w[i][e] = 1;
         if (at >= p.width) continue;
-        read_eight(p.weight + at, w[i]);
+        if (p.weight) read_eight(p.weight + at, w[i]);
         if (p.bias) read_eight(p.bias + at, b[i]);
+        if (p.scale) {
+            widen_eight(*(const uint4*)(p.scale + at), w[i]), widen_eight(*(const uint4*)(p.shift + at), b[i]);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) w[i][e] += 1;
+        }
     }
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const size_t row = (size_t)blockIdx.x * p.width;
@@ -154,8 +161,10 @@ DEVICE void turn(const Turn& p) {
 struct Attention {
     const u16 *q, *k, *v;  // rows of `q_stride` and `kv_stride` numbers, heads side by side
     const float* table;    // [T, D]: where queries and keys are turned here, as of `Turn`; it stands before the predecessor begins
+    const u8* mask;        // [sequences, length]: which keys are seen, or null
     u16* out;              // rows of `out_stride` numbers
-    int q_stride, kv_stride, out_stride, length, groups, causal;  // length: rows of a sequence; groups: query heads that share keys
+    int q_stride, kv_stride, out_stride, queries, length;  // rows of a sequence's queries, and of its keys
+    int groups, causal;    // groups: query heads that share keys; causal: for as many queries as keys
     float scale;           // of the scores, times log2(e)
 };
 
@@ -182,9 +191,10 @@ DEVICE void attend(const Attention& p) {
     extern __shared__ __align__(128) u16 memory[];
     const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5 & 3, half = thread >> 7, g = lane >> 2, t = lane & 3;
     const int head = blockIdx.y, first = blockIdx.x * L::Q;
-    const size_t sequence = (size_t)blockIdx.z * p.length;
+    const size_t asks = (size_t)blockIdx.z * p.queries, sequence = (size_t)blockIdx.z * p.length;
     const u16* keys = p.k + sequence * p.kv_stride + head / p.groups * D;
     const u16* values = p.v + sequence * p.kv_stride + head / p.groups * D;
+    const u8* mask = p.mask ? p.mask + sequence : nullptr;
     const u32 q = shared_address(memory), kv = q + L::Q * S * 2;
     const int end = p.causal ? min(p.length, first + L::Q) : p.length, turns = (end + 2 * K - 1) / (2 * K);
     const float* table = TURN ? p.table + sequence * D : nullptr;
@@ -205,8 +215,8 @@ DEVICE void attend(const Attention& p) {
     };
     for (int i = thread; i < L::Q * ITEMS; i += THREADS) {
         const int row = i / ITEMS;
-        const bool there = first + row < p.length;
-        copy(q + row * S * 2, there ? p.q + (sequence + first + row) * p.q_stride + head * D : p.q, i % ITEMS * 8, there);
+        const bool there = first + row < p.queries;
+        copy(q + row * S * 2, there ? p.q + (asks + first + row) * p.q_stride + head * D : p.q, i % ITEMS * 8, there);
     }
     auto fetch = [&](int turn) {  // 2 K keys, then as many values
         const u32 to = kv + (turn & 1) * L::STAGE * 2;
@@ -267,7 +277,7 @@ DEVICE void attend(const Attention& p) {
                 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int key = begins + n * 8 + t * 2 + (e & 1);
-                    const bool there = key < p.length && (!p.causal || key <= row[e >> 1]);
+                    const bool there = key < p.length && (!p.causal || key <= row[e >> 1]) && (!mask || mask[key]);
                     score[n][e] = there ? score[n][e] * p.scale : __int_as_float(0xff800000);
                     top[e >> 1] = fmaxf(top[e >> 1], score[n][e]);
                 }
@@ -323,11 +333,11 @@ DEVICE void attend(const Attention& p) {
     if (half) return;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
-        if (row[h] >= p.length) continue;
+        if (row[h] >= p.queries) continue;
         const int at = warp * 16 + g + 8 * h;
         const float top = fmaxf(best[h], bests[at]), mine = power_of_two(best[h] - top), theirs = power_of_two(bests[at] - top);
         const float inverse = 1.0f / (total[h] * mine + totals[at] * theirs);
-        u16* to = p.out + (sequence + row[h]) * p.out_stride + head * D + t * 2;
+        u16* to = p.out + (asks + row[h]) * p.out_stride + head * D + t * 2;
         #pragma unroll
         for (int d = 0; d < D / 8; d++) {
             const float2 more = *(const float2*)(told + at * W + d * 8 + t * 2);
@@ -337,27 +347,34 @@ DEVICE void attend(const Attention& p) {
 }
 
 struct Gate {
-    const u16* x;  // [T, W], or [T, 2 W]: gate, then up
-    u16* out;      // [T, W]
-    int rows, width, kind;
+    const u16* x;     // [T, W], or [T, 2 W]: gate, then up
+    const u16* more;  // [W] that is added to each row first, of SILU
+    u16* out;         // [T, W]
+    int rows, width, kind, period;  // of SILU: every so many rows, one that is zero
 };
-enum { GELU, GATED_GELU, GATED_SILU };
+enum { GELU, GATED_GELU, GATED_SILU, SILU };
 
-// gelu(x) with the error function, gelu_tanh(gate) up, silu(gate) up: eight numbers a thread.
+// gelu(x) with the error function, gelu_tanh(gate) up, silu(gate) up, silu(x + more): eight numbers a thread.
 extern "C" __global__ void __launch_bounds__(256) gate_rows(const __grid_constant__ Gate p) {
     begin();
     const int eights = p.width / 8;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.rows * eights; i += gridDim.x * blockDim.x) {
         const int row = i / eights, at = i % eights * 8;
-        const u16* from = p.x + (size_t)row * p.width * (p.kind == GELU ? 1 : 2) + at;
+        const bool gated = p.kind == GATED_GELU || p.kind == GATED_SILU, silent = p.kind == SILU && row % p.period == 0;
+        const u16* from = p.x + (size_t)row * p.width * (gated ? 2 : 1) + at;
         float x[8], up[8];
         widen_eight(*(const uint4*)from, x);
-        if (p.kind != GELU) widen_eight(*(const uint4*)(from + p.width), up);
+        if (gated) widen_eight(*(const uint4*)(from + p.width), up);
+        if (p.kind == SILU) {
+            widen_eight(*(const uint4*)(p.more + at), up);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) x[e] += up[e], up[e] = silent ? 0.0f : 1.0f;
+        }
         #pragma unroll
         for (int e = 0; e < 8; e++) {
             const float y = x[e], u = 0.7978845608028654f * (y + 0.044715f * y * y * y);
             if (p.kind == GELU) x[e] = 0.5f * y * (1.0f + erff(y * 0.70710678118654752f));
-            else x[e] = up[e] * __fdividef(y, 1.0f + __expf(p.kind == GATED_SILU ? -y : -2.0f * u));
+            else x[e] = up[e] * __fdividef(y, 1.0f + __expf(p.kind == GATED_GELU ? -2.0f * u : -y));
         }
         *(uint4*)(p.out + (size_t)row * p.width + at) = round_eight(x);
     }
@@ -420,3 +437,31 @@ extern "C" __global__ void __launch_bounds__(256) cut_patches(const __grid_const
     }
 }
 
+
+struct Spread {
+    const float* x;  // [sequences, per, K]
+    u16* out;        // [sequences, skip + per, W]: `skip` rows of zeros, then those of x, zeros behind their K numbers
+    int rows, inputs, width, per, skip;  // rows: of `out`
+};
+
+extern "C" __global__ void __launch_bounds__(256) spread_rows(const __grid_constant__ Spread p) {
+    begin();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.rows * p.width; i += gridDim.x * blockDim.x) {
+        const int row = i / p.width, at = i % p.width, sequence = row / (p.per + p.skip), place = row % (p.per + p.skip) - p.skip;
+        p.out[i] = place >= 0 && at < p.inputs ? rounded(p.x[(sequence * p.per + place) * p.inputs + at]) : (u16)0;
+    }
+}
+
+struct Gather {
+    const u16* x;  // [sequences, skip + per, W]
+    float* out;    // [sequences, per, K]
+    int rows, outputs, width, per, skip;  // rows: of `out`
+};
+
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const __grid_constant__ Gather p) {
+    begin();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < p.rows * p.outputs; i += gridDim.x * blockDim.x) {
+        const int row = i / p.outputs, at = i % p.outputs, from = row / p.per * (p.per + p.skip) + p.skip + row % p.per;
+        p.out[i] = widen(p.x[(size_t)from * p.width + at]);
+    }
+}

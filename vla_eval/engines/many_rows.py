@@ -23,11 +23,21 @@ from .few_rows import attention as attention_of_heads
 from .kernels import compiling, source_of
 
 Array = NDArray[np.float32]
-Gate = Literal["gelu", "gated_gelu", "gated_silu"]
-_GATES: tuple[Gate, ...] = ("gelu", "gated_gelu", "gated_silu")  # in the order of the enumeration in many_rows.cu
+Gate = Literal["gelu", "gated_gelu", "gated_silu", "silu"]
+Follow = Literal["", "GELU", "RELU"]  # what cuBLASLt makes of a product
+_GATES: tuple[Gate, ...] = ("gelu", "gated_gelu", "gated_silu", "silu")  # in the order of the enumeration in many_rows.cu
 WIDEST = 8192  # numbers of a row that a norm takes
 INSTALL = "pip install 'vla-eval-trt[kernels]' brings it"
-_PLAIN = ("norm_narrow", "norm_wide", "gate_rows", "mix_corners", "table_of", "cut_patches")  # kernels of no head's width
+_PLAIN = (
+    "norm_narrow",
+    "norm_wide",
+    "gate_rows",
+    "mix_corners",
+    "table_of",
+    "cut_patches",
+    "spread_rows",
+    "gather_rows",
+)  # kernels of no head's width
 WORKSPACE = 32 << 20  # bytes that cuBLASLt may use
 _PROCESSORS = 132  # of an H200
 _THREADS, _BLOCKS = 256, 8 * _PROCESSORS  # of kernels that go through their numbers in strides
@@ -44,10 +54,11 @@ class _Shape(NamedTuple):
     apart: bool  # each product with rows of its own
     epilogue: str
     adds: bool
+    every: int  # rows of the output lie so many rows apart
 
 
 class _Norm(Fields):
-    _fields_ = fields("x more weight bias out", "width layer", "eps")
+    _fields_ = fields("x more weight bias scale shift out", "width layer", "eps")
 
 
 class _Turn(Fields):
@@ -55,11 +66,11 @@ class _Turn(Fields):
 
 
 class _Attention(Fields):
-    _fields_ = fields("q k v table out", "q_stride kv_stride out_stride length groups causal", "scale")
+    _fields_ = fields("q k v table mask out", "q_stride kv_stride out_stride queries length groups causal", "scale")
 
 
 class _Gate(Fields):
-    _fields_ = fields("x out", "rows width kind")
+    _fields_ = fields("x more out", "rows width kind period")
 
 
 class _Corners(Fields):
@@ -68,6 +79,14 @@ class _Corners(Fields):
 
 class _Angles(Fields):
     _fields_ = fields("angles table", "rows half")
+
+
+class _Spread(Fields):
+    _fields_ = fields("x out", "rows inputs width per skip")
+
+
+class _Gather(Fields):
+    _fields_ = fields("x out", "rows outputs width per skip")
 
 
 class _Patches(Fields):
@@ -97,18 +116,20 @@ class ManyRows:
         self._algorithms: dict[_Shape, NDArray[Any]] = {}
 
     def product(
-        self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None, gelu: bool = False
-    ) -> None:
-        """out = x Wᵀ + bias + base, or gelu_tanh of it; `base` may be `out`.
+        self, x: Buffer, weight: Buffer, out: Buffer, *, bias: Buffer | None = None, base: Buffer | None = None, follow: Follow = "",
+        every: int = 1,
+    ) -> None:  # fmt: skip
+        """out = x Wᵀ + bias + base, or gelu_tanh or relu of it; `base` may be `out`.
 
-        With weights [L, N, K] and out [L, T, N], L products of the same rows, or of rows [L, T, K].
+        With weights [L, N, K] and out [L, T, N], L products of the same rows, or of rows [L, T, K]. With `every`, out [T, every, N] keeps
+        all rows but the first of each `every`.
         """
         *many, outputs, inputs = weight.shape
         count, apart = math.prod(many), bool(many) and len(x.shape) == len(weight.shape)
         rows = math.prod(x.shape) // inputs // (count if apart else 1)
-        assert math.prod(out.shape) == count * rows * outputs, (x.shape, weight.shape, out.shape)
-        epilogue = (("DEFAULT", "BIAS"), ("GELU", "GELU_BIAS"))[gelu][bias is not None]
-        shape = _Shape(rows, inputs, outputs, count, apart, epilogue, base is not None)
+        assert math.prod(out.shape) == count * rows * outputs * every, (x.shape, weight.shape, out.shape)
+        epilogue = "_".join(filter(None, (follow, "BIAS" if bias is not None else ""))) or "DEFAULT"
+        shape = _Shape(rows, inputs, outputs, count, apart, epilogue, base is not None, every)
         call = _Call(self._blas, self.dtype, shape, bias)
         try:
             algorithm = self._algorithms.get(shape)
@@ -119,15 +140,20 @@ class ManyRows:
             call.close()
 
     def norm(
-        self, x: Buffer, out: Buffer, *, weight: Buffer, bias: Buffer | None = None, eps: float, layer: bool, more: Buffer | None = None,
-        width: int | None = None,
+        self, x: Buffer, out: Buffer, *, weight: Buffer | None = None, bias: Buffer | None = None, eps: float, layer: bool,
+        more: Buffer | None = None, width: int | None = None, modulation: tuple[Buffer, Buffer] | None = None,
     ) -> None:  # fmt: skip
-        """A LayerNorm (`layer`) or RMSNorm of rows, after `more` was added to `x` for good. `width` where it is not x's last axis."""
+        """A LayerNorm (`layer`) or RMSNorm of rows, after `more` was added to `x` for good. `width` where it is not x's last axis.
+
+        `modulation` is a scale, to which one is added, and a shift, in half precision, in the place of weight and bias.
+        """
         width = width or x.shape[-1]
         rows = math.prod(x.shape) // width
         threads, argument = min(_THREADS, -(-width // 8 // 32) * 32), _Norm(width=width, layer=int(layer), eps=eps)
         name = "norm_narrow" if width <= 8 * threads else "norm_wide"
-        self._launch(name, argument, {"x": x, "out": out, "weight": weight, "bias": bias, "more": more}, rows, threads)
+        scale, shift = modulation or (None, None)
+        values = {"x": x, "out": out, "weight": weight, "bias": bias, "more": more, "scale": scale, "shift": shift}
+        self._launch(name, argument, values, rows, threads)
 
     def turn(
         self, x: Buffer, table: Buffer, heads: tuple[int, int], *, q: Buffer, k: Buffer, v: Buffer | None = None, q_stride: int,
@@ -142,25 +168,42 @@ class ManyRows:
 
     def attention(
         self, q: Buffer, k: Buffer, v: Buffer, out: Buffer, *, heads: tuple[int, int], width: int, rows: int, length: int, q_stride: int,
-        kv_stride: int, causal: bool = False, table: Buffer | None = None,
+        kv_stride: int, causal: bool = False, table: Buffer | None = None, keys: int | None = None, mask: Buffer | None = None,
     ) -> None:  # fmt: skip
         """softmax(q kᵀ · width^-0.5) v over sequences of `length` rows; heads are those of queries and of keys.
 
+        With `keys`, each sequence looks at so many rows of its own context, those that the mask [sequences, keys] shows.
         With a table [T, width], which must stand before the kernel in front begins, queries and keys are turned by it here.
         """
         argument = _Attention(
-            q_stride=q_stride, kv_stride=kv_stride, out_stride=heads[0] * width, length=length, groups=heads[0] // heads[1],
-            causal=int(causal), scale=width**-0.5 * math.log2(math.e),
+            q_stride=q_stride, kv_stride=kv_stride, out_stride=heads[0] * width, queries=length, length=keys or length,
+            groups=heads[0] // heads[1], causal=int(causal), scale=width**-0.5 * math.log2(math.e),
         )  # fmt: skip
         grid = -(-length // _QUERIES), heads[0], rows // length
         name = f"attend_{width}" if table is None else f"attend_turning_{width}"
-        self._launch(name, argument, {"q": q, "k": k, "v": v, "out": out, "table": table}, grid, _THREADS, shared=shared_of(width))
+        values = {"q": q, "k": k, "v": v, "out": out, "table": table, "mask": mask}
+        self._launch(name, argument, values, grid, _THREADS, shared=shared_of(width))
 
-    def gate(self, x: Buffer, out: Buffer, kind: Gate) -> None:
-        """gelu(x) with the error function, or gelu_tanh(gate) · up, silu(gate) · up where rows of `x` are gate, then up."""
+    def gate(self, x: Buffer, out: Buffer, kind: Gate, *, more: Buffer | None = None, period: int = 0) -> None:
+        """gelu(x) with the error function, or gelu_tanh(gate) · up, silu(gate) · up where rows of `x` are gate, then up.
+
+        Of "silu" it is silu(x + more), but zero in the first of every `period` rows.
+        """
         width = out.shape[-1]
-        argument = _Gate(rows=math.prod(out.shape) // width, width=width, kind=_GATES.index(kind))
-        self._stride("gate_rows", argument, {"x": x, "out": out}, math.prod(out.shape) // 8)
+        argument = _Gate(rows=math.prod(out.shape) // width, width=width, kind=_GATES.index(kind), period=period)
+        self._stride("gate_rows", argument, {"x": x, "out": out, "more": more}, math.prod(out.shape) // 8)
+
+    def spread(self, x: Buffer, out: Buffer, *, per: int, skip: int) -> None:
+        """Rows [B, per, K] in float32 as rows [B, skip + per, W] in half precision, zeros before and behind them."""
+        width = out.shape[-1]
+        argument = _Spread(rows=math.prod(out.shape) // width, inputs=x.shape[-1], width=width, per=per, skip=skip)
+        self._stride("spread_rows", argument, {"x": x, "out": out}, math.prod(out.shape))
+
+    def gather(self, x: Buffer, out: Buffer, *, per: int, skip: int) -> None:
+        """The way back: of rows [B, skip + per, W] those [B, per, K] that `spread` has put there, in float32."""
+        outputs = out.shape[-1]
+        argument = _Gather(rows=math.prod(out.shape) // outputs, outputs=outputs, width=x.shape[-1], per=per, skip=skip)
+        self._stride("gather_rows", argument, {"x": x, "out": out}, math.prod(out.shape))
 
     def corners(self, table: Buffer, index: Buffer, share: Buffer, out: Buffer) -> None:
         """The sum of four rows of a table, each times its share; index and share are [4, T]."""
@@ -214,7 +257,7 @@ class _Call:
         self._layouts = [
             self._layout(half, k, n, n * k),
             self._layout(half, k, t, k * t if shape.apart else 0),
-            self._layout(half, n, t, n * t),
+            self._layout(half, n, t, n * t, shape.every),
         ]
 
     def algorithm(self, handle: int) -> NDArray[Any]:
@@ -253,9 +296,9 @@ class _Call:
         held = np.array([value], kind)
         self._blas.matmul_desc_set_attribute(self._description, int(attribute), held.ctypes.data, held.nbytes)
 
-    def _layout(self, kind: int, rows: int, columns: int, between: int) -> int:
+    def _layout(self, kind: int, rows: int, columns: int, between: int, every: int = 1) -> int:
         blas = self._blas
-        layout: int = blas.matrix_layout_create(kind, rows, columns, rows)
+        layout: int = blas.matrix_layout_create(kind, rows, columns, every * rows)
         if self._shape.products > 1:
             said, count, stride = blas.MatrixLayoutAttribute, np.array([self._shape.products], np.int32), np.array([between], np.int64)
             for attribute, held in ((said.BATCH_COUNT, count), (said.STRIDED_BATCH_OFFSET, stride)):
@@ -309,13 +352,13 @@ def shared_of(width: int) -> int:
 # The same in numpy, in float32: rows are [T, K].
 
 
-def product(x: Array, weight: Array, *, bias: Array | float = 0.0, base: Array | float = 0.0, gelu: bool = False) -> Array:
+def product(x: Array, weight: Array, *, bias: Array | float = 0.0, base: Array | float = 0.0, follow: Follow = "") -> Array:
     """What `ManyRows.product` gives."""
     y: Array = x @ weight.swapaxes(-1, -2) + bias + base
-    return gelu_tanh(y) if gelu else y
+    return gelu_tanh(y) if follow == "GELU" else np.maximum(y, np.float32(0)) if follow == "RELU" else y
 
 
-def norm(x: Array, *, weight: Array, bias: Array | float = 0.0, eps: float, layer: bool) -> Array:
+def norm(x: Array, *, weight: Array | float = 1.0, bias: Array | float = 0.0, eps: float, layer: bool) -> Array:
     """A LayerNorm or an RMSNorm."""
     centred = x - x.mean(-1, keepdims=True) if layer else x
     return np.asarray(centred / np.sqrt((centred * centred).mean(-1, keepdims=True) + np.float32(eps)) * weight + bias, np.float32)
@@ -330,20 +373,34 @@ def turn(x: Array, table: Array, weight: Array | None = None, eps: float = 0.0) 
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attention(q: Array, k: Array, v: Array, *, causal: bool = False) -> Array:
-    """[T, H, D] over [T, H / G, D] of one sequence."""
+def attention(q: Array, k: Array, v: Array, *, causal: bool = False, mask: NDArray[np.bool_] | None = None) -> Array:
+    """[T, H, D] over [S, H / G, D] of one sequence, those that the mask [S] shows."""
     rows, heads = q.shape[:2]
-    k, v = (np.repeat(x, heads // k.shape[1], 1).reshape(rows, -1) for x in (k, v))
-    seen = attention_of_heads(q.reshape(rows, -1), k, v, heads, np.tri(rows, dtype=bool) if causal else None)
+    k, v = (np.repeat(x, heads // k.shape[1], 1).reshape(len(x), -1) for x in (k, v))
+    seen = attention_of_heads(q.reshape(rows, -1), k, v, heads, np.tri(rows, dtype=bool) if causal else mask)
     return seen.reshape(q.shape)
 
 
-def gate(x: Array, kind: Gate) -> Array:
+def gate(x: Array, kind: Gate, *, more: Array | float = 0.0, period: int = 0) -> Array:
     """What `ManyRows.gate` gives."""
+    if kind == "silu":
+        y = silu(np.asarray(x + more, np.float32))
+        y[::period] = 0
+        return y
     if kind == "gelu":
         return np.asarray(0.5 * x * (1 + erf(x * math.sqrt(0.5))), np.float32)
     opened, up = np.split(x, 2, -1)
     return (gelu_tanh if kind == "gated_gelu" else silu)(opened) * up
+
+
+def spread(x: Array, width: int, *, skip: int) -> Array:
+    """What `ManyRows.spread` gives of [B, per, K]."""
+    return np.pad(x, ((0, 0), (skip, 0), (0, width - x.shape[-1])))
+
+
+def gather(x: Array, outputs: int, *, skip: int) -> Array:
+    """What `ManyRows.gather` gives of [B, skip + per, W]."""
+    return x[:, skip:, :outputs]
 
 
 def corners(table: Array, index: NDArray[np.int64], share: Array) -> Array:
