@@ -133,6 +133,51 @@ def test_a_broken_simulator_is_an_error_and_not_a_failure(toy: Task, where: str,
     assert (record.outcome, record.error, record.steps) == ("error", "RuntimeError: no GL context", steps)
 
 
+@dataclass
+class Watches:
+    """A recorder that keeps a diary."""
+
+    diary: list[str]
+
+    def begin(self, *_: object) -> None:
+        self.diary.append("begin")
+
+    def chunk(self, step: int, chunk: ActionChunk, batch: int) -> None: ...
+
+    def step(self, *_: object) -> None:
+        self.diary.append("row")
+
+    def end(self, record: EpisodeRecord) -> EpisodeRecord:
+        self.diary.append("end")
+        return record
+
+
+@pytest.mark.parametrize("at", [5, 8, 80], ids=["in a chunk", "between two", "at the end"])
+def test_every_step_is_recorded_before_the_next_one_and_the_last_before_the_end(
+    toy: Task, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    from vla_eval.envs.toy import ToyEnv
+
+    diary: list[str] = []
+    step = ToyEnv.step
+
+    def noted(self: ToyEnv, action: Any) -> Any:
+        diary.append("step")
+        return step(self, action)
+
+    monkeypatch.setattr(ToyEnv, "step", noted)
+    policy = Says(lambda request, n: ActionChunk(np.zeros((8, 7))), needs=replace(ANY, cameras={"agentview": (64, 64)}))
+    where = "look" if at == 8 else "step"
+    record = rollout(
+        open_env(faulty(toy, "raise", where, at=at) if at < 80 else toy),
+        in_process(policy), toy, policy.needs, trial=0, seed=0, replan=8, recorders=[Watches(diary)],
+    )  # fmt: skip
+    assert (record.outcome, record.steps) == ("failure" if at == 80 else "error", at)
+    assert diary.count("row") == record.steps
+    assert diary[: 1 + 2 * record.steps] == ["begin", *["step", "row"] * record.steps]
+    assert diary[-1] == "end"
+
+
 def test_an_empty_instruction_is_an_error(toy: Task) -> None:
     record = played(zero(), faulty(toy, "empty instruction", "never"))
     assert record.outcome == "error"

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from vla_eval.run.wire import MAGIC, WireError, shallow
-from vla_eval.run.worker import ONE_THREAD, Worker, facts_from, spawn
+from vla_eval.policies.baseline import zero
+from vla_eval.run.wire import MAGIC, Message, WireError, shallow
+from vla_eval.run.worker import ONE_THREAD, Order, Worker, facts_from, spawn
 from vla_eval.types import Task
 
 
@@ -74,3 +76,33 @@ def test_a_worker_whose_parent_is_gone_ends(toy: Task) -> None:
     orphan.connection.close()
     assert orphan.process.wait(60) == 0
     orphan.end()
+
+
+def played(worker: Worker, order: Order) -> list[Message]:
+    """What a worker says while it plays an order and each of its questions is answered with holding still."""
+    message = {**shallow(order), "task": shallow(order.task), "needs": shallow(order.needs)}
+    worker.connection.send({"kind": "play", "order": message}, 5)
+    said = [worker.connection.receive(60)]
+    while said[-1]["kind"] != "record":
+        if said[-1]["kind"] == "ask":
+            chunk = {"actions": np.zeros((8, 7)), "seconds": {}, "memory": None}
+            worker.connection.send({"kind": "chunk", "chunk": chunk, "seconds": 0.0, "batch": 1}, 5)
+        said.append(worker.connection.receive(60))
+    return said
+
+
+def test_an_episode_that_breaks_while_the_policy_computes_leaves_no_answer_behind(worker: Worker, toy: Task) -> None:
+    worker.connection.send({"kind": "open", "task": shallow(toy)}, 5)
+    worker.connection.receive(60)
+    order = Order(toy, 0, 0, 8, zero().needs, None, None)
+    whole = played(worker, order)
+    assert [message["kind"] for message in whole] == ["soon", "ask"] * 10 + ["record"]
+    worker.trace.seek(0)
+    states = np.frombuffer(worker.trace.read()).reshape(81, -1).copy()  # the start's and 80 steps'
+    states[8] += 1  # recorded when the second chunk has been asked for
+    *said, last = played(worker, replace(order, first=states.tobytes()))
+    assert [message["kind"] for message in said] == ["soon", "ask"] * 2
+    assert last["record"]["error"].startswith("Diverged: the replay is not what the first attempt was: states differ at step 8,")
+    again = played(worker, order)
+    assert [message["request"]["step"] for message in again if message["kind"] == "ask"] == list(range(0, 80, 8))
+    assert again[-1]["record"]["outcome"] == "failure"

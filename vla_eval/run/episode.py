@@ -50,7 +50,8 @@ class PolicyFailed(VlaEvalError):
     """The policy raised, or answered with something that is no chunk."""
 
 
-Ask = Callable[[Request], Answer]
+Look = Callable[[], Request]
+Ask = Callable[[Look, Callable[[], None]], Answer]  # looks, puts the question, and does what the second says while the policy computes
 
 
 def rollout(
@@ -69,14 +70,15 @@ def rollout(
 
     Success on any step counts, the last allowed one included; the cap is not success. Every moment of it belongs to one of `TIMES`.
     """
-    so_far = _SoFar(_Clock())
-    outcome, error = guarded(lambda: _play(so_far, env, ask, task, needs, trial=trial, seed=seed, replan=replan, recorders=recorders))
-    so_far.clock.lap("recording")
+    so_far = _SoFar(recorders)
+    outcome, error = guarded(lambda: _play(so_far, env, ask, task, needs, trial=trial, seed=seed, replan=replan))
+    _, late = guarded(so_far.record)  # the last step's row
+    error = late or error
     record = EpisodeRecord(
         task=task.id,
         trial=trial,
         seed=seed,
-        outcome=outcome or "error",
+        outcome="error" if error is not None or outcome is None else outcome,
         steps=so_far.steps,
         chunks=so_far.chunks,
         attempts=attempt,
@@ -100,40 +102,50 @@ def _play(
     trial: int,
     seed: int,
     replan: int,
-    recorders: Sequence[Recorder],
 ) -> Outcome:
     clock, bounds = so_far.clock, _bounds(env, task)
     snapshot: Callable[[], Vector | None] = getattr(env.unwrapped, "snapshot", lambda: None)
     memory: bytes | None = None
 
+    def look() -> Request:
+        clock.lap("waiting")
+        shown = observe(env, observation, needs)
+        clock.lap("rendering")
+        return Request(shown, seeds[so_far.chunks], task.id, trial, so_far.steps, memory)
+
+    def meanwhile() -> None:
+        clock.lap("waiting")
+        so_far.record()
+
     observation, info = env.reset(seed=episode_seed(seed, task.id, trial), options={"trial": trial})
     clock.lap("reset")
     state = snapshot()
-    for recorder in recorders:
+    for recorder in so_far.recorders:
         recorder.begin(task, trial, observation, _info(info, task), state)
+    seeds = [chunk_seed(seed, task.id, trial, chunk) for chunk in range(-(-task.max_steps // replan))]  # between steps each takes longer
     clock.lap("recording")
 
     while True:
-        shown = observe(env, observation, needs)
-        clock.lap("rendering")
-        answer = ask(Request(shown, chunk_seed(seed, task.id, trial, so_far.chunks), task.id, trial, so_far.steps, memory))
+        answer = ask(look, meanwhile)
         clock.share("policy", answer.seconds, "waiting")
         actions = executable(answer.chunk, bounds, replan, so_far.steps)
         so_far.chunks += 1
         memory = answer.chunk.memory
         timed = ActionChunk(answer.chunk.actions, {**answer.chunk.seconds, "total": answer.seconds}, memory)
-        for recorder in recorders:
+        for recorder in so_far.recorders:
             recorder.chunk(so_far.steps, timed, answer.batch)
         clock.lap("recording")
 
-        for action in actions:
+        for number, action in enumerate(actions, 1):
             observation, _, terminated, truncated, info = env.step(action)
             clock.lap("simulation")
             so_far.steps += 1
-            said, state = _info(info, task), snapshot()
-            for recorder in recorders:
-                recorder.step(action, observation, said, state)
-            clock.lap("recording")
+            said = _info(info, task)
+            so_far.row = action, observation, said, snapshot()
+            if number == len(actions):  # its row can wait until the policy has been asked
+                clock.lap("recording")
+            else:
+                so_far.record()
             if said["is_success"]:
                 return "success"
             if terminated or truncated or so_far.steps >= task.max_steps:
@@ -259,7 +271,9 @@ def answers(policy: Policy, requests: Sequence[Request]) -> list[Answer | Except
 def in_process(policy: Policy) -> Ask:
     """Ask a policy that lives here."""
 
-    def ask(request: Request) -> Answer:
+    def ask(look: Look, meanwhile: Callable[[], None]) -> Answer:
+        request = look()
+        meanwhile()
         (answer,) = answers(policy, [request])
         if isinstance(answer, Exception):
             raise answer
@@ -325,6 +339,16 @@ class _Clock:
 class _SoFar:
     """How far an episode got, for the record of one that broke."""
 
+    recorders: Sequence[Recorder]
     clock: _Clock = field(default_factory=_Clock)
     steps: int = 0
     chunks: int = 0
+    row: tuple[Vector, Observation, Info, Vector | None] | None = None  # of the last step, not recorded yet
+
+    def record(self) -> None:
+        """Record the last step, unless it is: before the simulator moves on, for its arrays may then hold the next one."""
+        row, self.row = self.row, None
+        if row is not None:
+            for recorder in self.recorders:
+                recorder.step(*row)
+        self.clock.lap("recording")

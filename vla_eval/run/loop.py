@@ -463,15 +463,17 @@ class Run:
         poll = select.poll()
         for fileno in busy:
             poll.register(fileno, select.POLLIN)
-        heard = {fileno for fileno, _ in poll.poll(1000 * max(self._wait_seconds(), 0.0))}
+        heard = dict(poll.poll(1000 * max(self._wait_seconds(), 0.0)))
         for fileno, seat in busy.items():
             worker, job = seat.worker, seat.job
             if worker is None or job is None:
                 continue
             try:
                 if fileno in heard:
-                    worker.deadline = max(worker.deadline, time.monotonic() + _SEND_SECONDS)  # half a picture is a sign of life too
-                    for message in worker.connection.arrived():
+                    messages = worker.connection.arrived()
+                    if not messages:  # half a picture is a sign of life too
+                        worker.deadline = max(worker.deadline, time.monotonic() + _SEND_SECONDS)
+                    for message in messages:
                         if (record := self._handle(seat, worker, job, message)) is not None:
                             yield record
                 elif seat.asked is None and time.monotonic() > worker.deadline:
@@ -497,6 +499,8 @@ class Run:
             case {"kind": "ask", "request": request}:
                 seat.asked, seat.since = request_from(request, worker.known), time.monotonic()
                 job.steps, job.chunks = seat.asked.step, job.chunks + 1
+            case {"kind": "soon"}:  # it looks now and asks then: this process is awake, which is all that was wanted
+                pass
             case {"kind": "record", "record": record}:
                 seat.job, seat.asked = None, None
                 found = record_from(record)
@@ -539,7 +543,7 @@ class Run:
                 continue
             with contextlib.suppress(WireError):  # the next look at its socket finds it dead
                 if isinstance(answer, Answer):
-                    chunk = shallow(answer.chunk) | {"seconds": dict(answer.chunk.seconds)}
+                    chunk = {"actions": answer.chunk.actions, "seconds": dict(answer.chunk.seconds), "memory": answer.chunk.memory}
                     reply = {"kind": "chunk", "chunk": chunk, "seconds": answer.seconds, "batch": answer.batch}
                 else:
                     reply = {"kind": "raised", "error": told(answer)}

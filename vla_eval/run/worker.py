@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..contract import Env, open_env
-from ..types import EpisodeRecord, Interface, Recorder, Request, Task, VlaEvalError
-from .episode import Answer, Facts, PolicyRaised, facts_of, guarded, rollout, told
+from ..types import EpisodeRecord, Interface, Recorder, Task, VlaEvalError
+from .episode import Answer, Ask, Facts, Look, PolicyRaised, facts_of, guarded, rollout, told
 from .recorders import ArrayRecorder, FrameRecorder, TraceRecorder
 from .wire import Connection, Known, Message, WireError, chunk_from, interface_from, request_map, shallow, task_from
 
@@ -41,7 +41,7 @@ class Order:
     first: bytes = b""  # the states that the first attempt left
 
 
-def play(env: Env, ask: Any, order: Order, trace: Any = None) -> EpisodeRecord:
+def play(env: Env, ask: Ask, order: Order, trace: Any = None) -> EpisodeRecord:
     """Play an order. Raises OSError if its files cannot be written."""
     recorders: list[Recorder] = []
     if trace is not None:
@@ -77,12 +77,16 @@ def _serve(connection: Connection, trace: Any) -> None:
     env: Env | None = None
     known: Known = {}
 
-    def ask(request: Request) -> Answer:
+    def ask(look: Look, meanwhile: Callable[[], None]) -> Answer:
         nonlocal known
-        asked, told_now = request_map(request, known)
+        connection.send({"kind": "soon"}, SEND_SECONDS)  # that process wakes while this one looks
+        asked, told_now = request_map(look(), known)
         connection.send({"kind": "ask", "request": asked}, SEND_SECONDS)
         known = told_now  # only now: what could not be sent is not known
-        reply = connection.receive(ANSWER_SECONDS)
+        try:
+            meanwhile()
+        finally:  # whatever broke: an answer that nobody heard would be taken for the next message
+            reply = connection.receive(ANSWER_SECONDS)
         if reply["kind"] == "raised":
             raise PolicyRaised(reply["error"])
         return Answer(chunk_from(reply["chunk"]), reply["seconds"], reply["batch"])
