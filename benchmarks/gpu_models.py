@@ -118,6 +118,8 @@ def one_bundle(
                 held_against(parts, f"{name} plans", asked, bundle, policy, truth)
         policy = None
         gc.collect()
+        parts(f"{name} load, plans, cached", lambda note: opened(note, bundle, kernels="no") and None)
+        gc.collect()
     shutil.rmtree(out)
 
 
