@@ -43,6 +43,13 @@ OTHER_WORDS = "open the middle drawer of the cabinet"
 OPTIONS: dict[str, dict[str, Any]] = {"gr00t": {"embodiment": "libero_sim"}, "pi05": {"policy_config": "pi05_libero"}}
 
 
+class Single(NamedTuple):
+    """A request for one robot, and its answer."""
+
+    row: Any
+    chunk: Any
+
+
 class Truth(NamedTuple):
     """What the float32 graphs answer on ONNX Runtime."""
 
@@ -74,29 +81,37 @@ def main() -> int:
         parts("synth", lambda note: registry.load_synth(asked.model)(checkpoint, size=asked.size))
     truth = parts("float32", lambda note: float32(note, asked, checkpoint, work)) if asked.parity else None
     first, *others = itertools.product(asked.dtype.split(","), asked.routes.split(","))
-    for batch in dict.fromkeys((1, asked.batch)):
-        one_bundle(parts, asked, *first, batch, checkpoint, work, truth if batch == 1 else None, rival=asked.rival and batch == 1)
+    single = one_bundle(parts, asked, *first, 1, checkpoint, work, truth, rival=asked.rival)
     if asked.batch > 1:
+        one_bundle(parts, asked, *first, asked.batch, checkpoint, work, None, single)
         parts("samples a second", lambda note: note.update(gain(parts, " ".join(first), asked.batch)))
     for dtype, route in others:
-        one_bundle(parts, asked, dtype, route, 1, checkpoint, work, truth, rival=False)
+        one_bundle(parts, asked, dtype, route, 1, checkpoint, work, truth)
     return parts.end()
 
 
 def one_bundle(
-    parts: Parts, asked: argparse.Namespace, dtype: str, route: str, batch: int, checkpoint: Path, work: Path, truth: Truth | None, *,
-    rival: bool,
-) -> None:  # fmt: skip
-    """Everything about one bundle, which is removed at the end: the disk is small."""
+    parts: Parts, asked: argparse.Namespace, dtype: str, route: str, batch: int, checkpoint: Path, work: Path, truth: Truth | None,
+    other: Single | None = None, *, rival: bool = False,
+) -> Single | None:  # fmt: skip
+    """Everything about one bundle, which is removed at the end: the disk is small. A request and its answer, for another batch size."""
     name, out = f"{dtype} {route} b{batch}", work / f"{asked.model}-{asked.size}-{dtype}-{route}-b{batch}"
     options = {"dtype": dtype, "batch": batch, "direct": route == "direct"}
     bundle = parts(f"{name} build", lambda note: built(note, asked, checkpoint, out, **options))
     if bundle is None:
         shutil.rmtree(out, ignore_errors=True)
-        return
+        return None
+    single = None
     policy = parts(f"{name} load, cold", lambda note: opened(note, bundle))
     if policy is not None:
         asked_of(parts, name, asked, policy)
+        if other is None:
+            single = parts(f"{name} chunk", lambda note: answered(policy, policy.rehearse(WORDS[asked.model]).rows[0]))
+        else:
+            parts(
+                f"{name} chunk against batch 1",
+                lambda note: note.update(asdict(score(answered(policy, other.row).chunk, other.chunk))),
+            )
         if rival:
             rehearsal = policy.rehearse(WORDS[asked.model])
             parts(f"{name} rival", lambda note: note.update(against(parts, name, asked, dtype, rehearsal)))
@@ -121,6 +136,12 @@ def one_bundle(
         parts(f"{name} load, plans, cached", lambda note: opened(note, bundle, kernels="no") and None)
         gc.collect()
     shutil.rmtree(out)
+    return single
+
+
+def answered(policy: Any, row: Any) -> Single:
+    """What a policy of any batch size says to one robot."""
+    return Single(row, policy.model.runtime([row])[0].chunk)
 
 
 def asked_of(parts: Parts, name: str, asked: argparse.Namespace, policy: Any) -> None:
