@@ -456,7 +456,7 @@ def attention(q: Array, k: Array, v: Array, heads: int, mask: NDArray[np.bool_] 
 
 
 def gelu_tanh(x: Array) -> Array:
-    return np.asarray(0.5 * x * (1 + np.tanh(np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x**3))), np.float32)
+    return np.asarray(0.5 * x * (1 + np.tanh(np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x))), np.float32)
 
 
 def silu(x: Array) -> Array:
