@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-
 LOADED: dict[str, Any] = {}  # by what the files hold
 
 
