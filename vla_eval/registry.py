@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from .types import BadRequest, Policy, Progress, Task, VlaEvalError
@@ -79,7 +81,7 @@ def select_tasks(spec: str, protocol: str | None = None) -> list[Task]:
 
 def names(group: str) -> list[str]:
     """Every registered name of a group, sorted."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted({point.name for point in _points(group)})
 
 
 def suites() -> dict[str, list[str]]:
@@ -154,7 +156,7 @@ def _all_tasks(suite: str) -> Sequence[Task]:
 
 def _load(group: str, name: str) -> Any:
     kind = {POLICIES: "policy", RECIPES: "model", TASKS: "suite", PUBLISHED: "model", SYNTHS: "model"}[group]
-    points = [point for point in entry_points(group=group) if point.name == name]
+    points = [point for point in _points(group) if point.name == name]
     if not points:
         raise BadRequest(unknown(kind, name, names(group)))
     owners = {(point.dist.name if point.dist else "?", point.value) for point in points}
@@ -162,6 +164,25 @@ def _load(group: str, name: str) -> Any:
         told = ", ".join(sorted(f"{dist} ({value})" for dist, value in owners))
         raise BadRequest(f"{kind} {name!r} is registered twice: {told}. Uninstall one of them")
     return _import(kind, points[0])
+
+
+def _points(group: str) -> EntryPoints:
+    """The group's entry points as they are now: every distribution's metadata is read again only where one came or went."""
+    return _read(group, tuple(_seen(place or ".") for place in sys.path))
+
+
+def _seen(place: str) -> tuple[str, int, int]:
+    """A place to import from, and what becomes another with what is installed there, as importlib.metadata itself has it."""
+    try:
+        state = os.stat(place)
+    except OSError:
+        return place, 0, 0
+    return place, state.st_ino, state.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=16)
+def _read(group: str, _: tuple[tuple[str, int, int], ...]) -> EntryPoints:
+    return entry_points(group=group)
 
 
 def _import(kind: str, point: EntryPoint) -> Any:
