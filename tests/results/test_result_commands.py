@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from vla_eval import cli
-from vla_eval.results import wandb as dashboard
 from vla_eval.results.folder import RunFolder, open_run
 from vla_eval.results.sequential import stopped
 
@@ -224,18 +223,6 @@ def test_a_run_stops_by_its_rule_and_ends_well(vla_eval: Command, tmp_path: Path
     code, _, err = vla_eval("run", "--resume", folder.path, "--stop-when", "lower>0.9")
     assert code == 2
     assert "fixed when a run begins" in err
-
-
-def test_a_run_can_be_followed_offline(vla_eval: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    code, out, _ = vla_eval(
-        "run", "--task", "toy/0", "--policy", "zero", "--trials", "2", "--workers", "0", "--out", "out", "--wandb", "offline", "--json"
-    )
-    data = json.loads(out)
-    assert (code, data["failure"]) == (0, 2)
-    (written,) = Path(data["folder"]).glob("wandb/offline-run-*/*.wandb")
-    assert dashboard.run_id(data["run"]) in written.name
-    assert data["run"].encode() in written.read_bytes()
 
 
 def test_wandb_that_is_not_installed_is_refused_before_anything_is_played(

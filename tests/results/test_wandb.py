@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import socket
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,22 +19,26 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from vla_eval import cli, load_policy, load_tasks
+from vla_eval import cli, registry
+from vla_eval.policies.baseline import Baseline
 from vla_eval.results import wandb as dashboard
 from vla_eval.results.folder import RunFolder, open_run
-from vla_eval.run.loop import start
-from vla_eval.types import BadRequest
+from vla_eval.types import ARM_ACTION, BadRequest, Request, Vector
 
 BLOCK = 32768  # of the record log that W&B writes its runs as, after seven bytes that say so
 
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    alone(monkeypatch, home)
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
     """No key, no settings, no home of anybody's."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    home = tmp_path / "home"
-    home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(home))
@@ -138,10 +142,27 @@ def test_an_offline_run_holds_everything(make_runs: ModuleType, tmp_path: Path) 
     assert {"manifest.json", "episodes.jsonl", "episodes/0-0.npz", "episodes/0-0.mp4"} <= artifacts["rollouts"].keys()
 
 
-def test_wandbs_own_reader_reads_the_same(make_runs: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def sent(make_runs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[str]]:
+    """A run that was sent offline, by a program that calls any wait long, and what was said meanwhile."""
+    said: list[str] = []
+    heard = logging.Handler()
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    folder = run_of(make_runs, tmp_path_factory.mktemp("sent"))
+    with pytest.MonkeyPatch.context() as patch:
+        alone(patch, tmp_path_factory.mktemp("home"))
+        patch.setattr(dashboard, "QUIET_SECONDS", 0.01)  # nothing is sent as fast as that
+        logging.getLogger(dashboard.__name__).addHandler(heard)
+        try:
+            assert dashboard.send(folder.path, "offline", finish_seconds=300)
+        finally:
+            logging.getLogger(dashboard.__name__).removeHandler(heard)
+    return folder, said
+
+
+def test_wandbs_own_reader_reads_the_same(sent: tuple[RunFolder, list[str]]) -> None:
     """`wandb leet inspect`, which comes with the client that the lock file names."""
-    folder = run_of(make_runs, tmp_path)
-    assert dashboard.send(folder.path, "offline")
+    folder, _ = sent
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(written(folder))]
     read = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if "No such command" in read.stderr:
@@ -153,6 +174,10 @@ def test_wandbs_own_reader_reads_the_same(make_runs: ModuleType, tmp_path: Path)
     assert {name: found["summary"][name] for name in ("k", "n", "rate", "errors", "shop@fair/0/n", "unranked")} == {
         "k": 1, "n": 3, "rate": 1 / 3, "errors": 1, "shop@fair/0/n": 2, "unranked": "incomplete",
     }  # fmt: skip
+
+
+def test_a_wait_that_looks_like_a_hang_is_said(sent: tuple[RunFolder, list[str]]) -> None:
+    assert sent[1] == ["the rest is being handed to W&B, which takes 299.99 s at most"]
 
 
 def test_the_same_run_is_the_same_on_the_dashboard() -> None:
@@ -195,36 +220,37 @@ def test_a_silent_service_costs_a_bounded_wait_and_nothing_else(
     assert len(open_run(folder.path).records()) == 4
 
 
-def test_a_wait_that_looks_like_a_hang_is_said(
-    make_runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(dashboard, "QUIET_SECONDS", 0.01)  # nothing is sent as fast as that
-    assert dashboard.send(run_of(make_runs, tmp_path).path, "offline", finish_seconds=300)
-    assert [record.getMessage() for record in caplog.records] == ["the rest is being handed to W&B, which takes 299.99 s at most"]
-
-
 def test_an_absent_package_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadRequest, match="pip install wandb"):
         dashboard.check_installed()
 
 
-def test_a_resumed_run_goes_on_as_the_same_run_of_the_dashboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with start(load_policy("zero"), load_tasks("toy")[:1], trials=3, seed=0, workers=0, out=tmp_path) as run:
-        assert run.folder is not None
-        folder = run.folder
-        with dashboard.following(folder.path, "offline") as went:
-            next(iter(run))  # and then it is interrupted
-            folder.append(replace(folder.records()[0], trial=1, outcome="error", error="RuntimeError: no GL context"))
-    assert went.well
-    assert cli.main(["run", "--resume", str(folder.path), "--workers", "0", "--wandb", "offline", "--json"]) == 0
+def test_a_resumed_run_goes_on_as_the_same_run_of_the_dashboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stumbling(request: Request, horizon: int) -> Vector:
+        if request.trial == 1:
+            raise RuntimeError("no network")
+        if request.trial == 2:
+            raise KeyboardInterrupt
+        return np.zeros((horizon, len(ARM_ACTION)))
+
+    words = ["run", "--task", "toy/0", "--policy", "zero", "--trials", "3", "--workers", "0", "--out", str(tmp_path), "--wandb", "offline"]
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "load_policy", lambda name, **options: Baseline(name, 8, stumbling))
+        assert cli.main(words) == 130
+    capfd.readouterr()
+    (path,) = (file.parent for file in tmp_path.glob("*/manifest.json"))
+    folder = open_run(path)
+    assert cli.main(["run", "--resume", str(path), "--workers", "0", "--wandb", "offline", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["complete"]
 
     steps = {}
     first, second = sorted(folder.path.glob("wandb/offline-run-*"))
     for part, episodes, unranked in ((first, 2, "incomplete"), (second, 3, None)):
         kept = list(records(part))
-        same = dashboard.run_id(run.manifest.run_id)
+        same = dashboard.run_id(folder.manifest.run_id)
         assert {record.run.run_id for record in kept if record.WhichOneof("record_type") == "run"} == {same}
         rows = [told(record.history.item) for record in kept if record.WhichOneof("record_type") == "history"]
         steps[part] = [row["_step"] for row in rows]
