@@ -294,8 +294,8 @@ def test_resume_refuses_another_run_and_names_the_difference(vla_eval: Run, word
 
 
 def stopped(tmp_path: Path, stop: Callable[[int], None], *words: str) -> tuple[int, str, str, Path]:
-    """A run of 25 trials that `stop` ends after its first episode: its exit code, what it said, and the folder."""
-    command = [sys.executable, "-m", "vla_eval", "run", "--task", "toy", "--policy", "random", "--trials", "25", "--workers", "2", *words]
+    """A run of 50 episodes that `stop` ends after its first: its exit code, what it said, and the folder."""
+    command = [sys.executable, "-m", "vla_eval", "run", "--task", "toy/0", "--policy", "random", "--trials", "50", "--workers", "2", *words]
     with subprocess.Popen(
         [*command, "--out", "stopped"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -316,10 +316,10 @@ def test_ctrl_c_says_how_to_go_on_and_what_goes_on_is_the_same_run(vla_eval: Run
     assert "Traceback" not in err
     run = open_run(folder)
     assert not run.complete
-    assert run.manifest.command[:4] == ["vla-eval", "run", "--task", "toy"]
+    assert run.manifest.command[:4] == ["vla-eval", "run", "--task", "toy/0"]
     # Whoever edits the code while the suite runs changes the revision, which is another test's subject.
     assert vla_eval("run", "--resume", str(folder), "--workers", "0", "--accept-revision")[0] == 0
-    straight = evaluate(registry.load_policy("random"), registry.load_tasks("toy"), trials=25, workers=0)
+    straight = evaluate(registry.load_policy("random"), registry.load_tasks("toy")[:1], trials=50, workers=0)
     order = operator.attrgetter("task", "trial")
     assert sorted(map(untimed, open_run(folder).records()), key=order) == sorted(map(untimed, straight), key=order)
 
@@ -327,7 +327,7 @@ def test_ctrl_c_says_how_to_go_on_and_what_goes_on_is_the_same_run(vla_eval: Run
 def test_a_terminated_run_says_how_to_go_on(tmp_path: Path) -> None:
     code, out, err, folder = stopped(tmp_path, lambda pid: os.kill(pid, signal.SIGTERM), "--json")
     *_, last = err.strip().splitlines()
-    said = re.fullmatch(r"vla-eval: terminated after (\d+) of 100 episodes; go on with: vla-eval run --resume stopped/(.+)", last)
+    said = re.fullmatch(r"vla-eval: terminated after (\d+) of 50 episodes; go on with: vla-eval run --resume stopped/(.+)", last)
     assert said is not None
     assert said[2] == folder.name
     assert int(said[1]) in (n := len(open_run(folder).records()), n - 1)  # it may have been written and not yet counted

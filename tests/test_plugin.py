@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,23 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def vla_eval(environment: dict[str, str], folder: Path, *words: str) -> tuple[int, dict[str, object], str]:
     """A command in a new process: exit code, its JSON, stderr."""
-    command = [sys.executable, "-m", "vla_eval", *words, "--json"]
+    ((code, told),), said = vla_evals(environment, folder, words)
+    return code, told, said
+
+
+def vla_evals(environment: dict[str, str], folder: Path, *commands: Sequence[str]) -> tuple[list[tuple[int, dict[str, object]]], str]:
+    """Commands one after the other in a new process: the exit code and JSON of each, stderr. `RUN` in one is the newest run folder."""
+    script = f"""
+from pathlib import Path
+from vla_eval.cli import main
+for words in {commands!r}:
+    newest = max(map(str, Path("videos").glob("*")), default="")
+    print(main([newest if word == "RUN" else word for word in words] + ["--json"]), flush=True)
+"""
+    command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, json.loads(done.stdout), done.stderr
+    lines = done.stdout.splitlines()  # JSON and exit code in turn
+    return [(int(code), json.loads(told)) for told, code in zip(lines[::2], lines[1::2], strict=True)], done.stderr
 
 
 def test_list_shows_what_it_brings(environment: dict[str, str], tmp_path: Path) -> None:
@@ -44,25 +59,23 @@ def test_list_shows_what_it_brings(environment: dict[str, str], tmp_path: Path) 
 
 def test_its_policy_plays_its_tasks_and_is_filmed_meanwhile(environment: dict[str, str], tmp_path: Path) -> None:
     words = ("run", "--task", "counter", "--policy", "steady", "--trials", "2", "--workers", "1", "--video", "--seed", "5")
-    code, told, err = vla_eval(environment, tmp_path, *words)
+    ((code, told), checked, (rendered, refusal)), err = vla_evals(environment, tmp_path, words, ("check", "RUN"), ("render", "RUN"))
     assert code == 0, err
     assert (told["suite"], told["episodes"], told["success"], told["complete"]) == ("counter@v1", 4, 4, True)
     folder = tmp_path / str(told["folder"])
     assert sorted(path.name for path in (folder / "episodes").glob("*.mp4")) == ["0-0.mp4", "0-1.mp4", "1-0.mp4", "1-1.mp4"]
-    assert vla_eval(environment, tmp_path, "check", str(folder))[0] == 0
-    code, told, _ = vla_eval(environment, tmp_path, "render", str(folder))
-    assert code == 2
-    assert "run it with --video" in str(told["error"])
+    assert checked[0] == 0
+    assert rendered == 2
+    assert "run it with --video" in str(refusal["error"])
 
 
 def test_its_options_arrive(environment: dict[str, str], tmp_path: Path) -> None:
     words = ("run", "--task", "counter/1", "--policy", "steady", "--trials", "1", "--workers", "0", "--option", "gain=0")
-    code, told, err = vla_eval(environment, tmp_path, *words)
+    ((code, told), (refused, refusal)), err = vla_evals(environment, tmp_path, words, (*words[:-1], "gian=0"))
     assert code == 0, err
     assert told["failure"] == 1
-    code, told, _ = vla_eval(environment, tmp_path, *words[:-1], "gian=0")
-    assert code == 2
-    assert "did you mean 'gain'?" in str(told["error"])
+    assert refused == 2
+    assert "did you mean 'gain'?" in str(refusal["error"])
 
 
 def test_a_policy_that_needs_what_its_environment_lacks_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
