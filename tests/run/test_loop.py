@@ -156,9 +156,14 @@ def test_the_manifest_and_the_ledger_stand_before_the_first_step(tmp_path: Path,
 # Interrupted and resumed.
 
 
-@pytest.mark.parametrize("moment", [1, 9, 33])
-def test_a_run_killed_at_any_moment_and_resumed_is_the_run(tmp_path: Path, moment: int) -> None:
-    reference = plays(random(), load_tasks("toy"), tmp_path / "whole", trials=2, seed=5, workers=0)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of the random policy that nothing befell, to read."""
+    return plays(random(), load_tasks("toy"), tmp_path_factory.mktemp("whole"), trials=2, seed=5, workers=0)
+
+
+@pytest.mark.parametrize(("moment", "workers"), [(1, 0), (9, 2), (33, 0)])
+def test_a_run_killed_at_any_moment_and_resumed_is_the_run(tmp_path: Path, reference: RunFolder, moment: int, workers: int) -> None:
     script = f"""
 import os, signal
 from vla_eval.policies.baseline import random
@@ -179,7 +184,7 @@ with start(Killed(), load_tasks("toy"), trials=2, seed=5, workers=2, out={str(tm
     (path,) = (tmp_path / "killed").iterdir()
     before = open_run(path).records()
     assert len(before) < 8
-    with resume(path, random(), load_tasks("toy"), workers=2, accept_revision=True) as run:  # an edit meanwhile is not what is tested
+    with resume(path, random(), load_tasks("toy"), workers=workers, accept_revision=True) as run:  # an edit meanwhile is not what is tested
         assert len(run.todo) == len(list(run)) == 8 - len(before)
     folder = open_run(path)
     assert folder.complete
