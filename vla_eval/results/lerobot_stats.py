@@ -86,7 +86,9 @@ class Summary:
 
     def _value(self, d: int, rank: int) -> float:
         upper, inside = self._bin(d, rank)
-        lower = int(np.searchsorted(np.cumsum(self._lower[d, upper]), inside, side="right"))
+        counts = self._lower[d, upper]
+        found = np.flatnonzero(counts)  # few of 65,536
+        lower = int(found[np.searchsorted(np.cumsum(counts[found]), inside, side="right")])
         key = np.uint32(upper << 16 | lower)
         bits = key ^ np.uint32(0x80000000) if key >> np.uint32(31) else ~key
         return float(np.array(bits, np.uint32).view(np.float32))
