@@ -122,7 +122,6 @@ def paired(pairs: Sequence[tuple[bool, bool]]) -> Paired:
     return Paired(n, both, only_a, only_b, n - both - only_a - only_b, difference, difference_interval(only_a, only_b, n), p)
 
 
-@lru_cache(maxsize=4096)
 def difference_interval(only_a: int, only_b: int, n: int) -> Interval:
     """The 95 % interval of B's rate less A's, from n pairs of which `only_a` and `only_b` disagree.
 
@@ -130,23 +129,23 @@ def difference_interval(only_a: int, only_b: int, n: int) -> Interval:
     case over the discordance rate, does not reject (Hsueh, Liu and Chen, Biometrics 57, 2001; Sidik, JASA 98, 2003). Beyond
     EXACT_PAIRS pairs it is Tango's own interval (Statistics in Medicine 17, 1998), whose error is then within 0.1 % of its 2.5 % a side.
     """
-    from scipy.optimize import brentq
-
     if n == 0:
         return Interval(-1.0, 1.0)
+    # The upper end is the same question asked of the swapped pair
+    return Interval(_lower_end(only_a, only_b, n), -_lower_end(only_b, only_a, n))
+
+
+@lru_cache(maxsize=4096)
+def _lower_end(only_a: int, only_b: int, n: int) -> float:
+    from scipy.optimize import brentq
 
     def excess(delta: float) -> float:  # of the evidence that the difference is above delta, over what the level asks; falls with delta
         if n <= EXACT_PAIRS:
             return ALPHA / 2 - _exact_p(only_a, only_b, n, delta)
         return float(_score(only_a, only_b, n, delta)) + float(ndtri(ALPHA / 2))
 
-    def lower() -> float:
-        low, high = -1 + 1e-9, (only_b - only_a) / n
-        return float(brentq(excess, low, high, xtol=1e-5)) if excess(low) > 0 else -1.0
-
-    low = lower()
-    only_a, only_b = only_b, only_a  # the other end is the same question asked of the swapped pair
-    return Interval(low, -lower())
+    low, high = -1 + 1e-9, (only_b - only_a) / n
+    return float(brentq(excess, low, high, xtol=1e-5)) if excess(low) > 0 else -1.0
 
 
 @dataclass(frozen=True, slots=True)
