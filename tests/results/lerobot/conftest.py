@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vla_eval.results import lerobot_check, lerobot_v3
 from vla_eval.results.folder import Episode, RunFolder, create
 from vla_eval.results.lerobot import Draw, Written, write
+from vla_eval.results.lerobot_video import Decoded, decode
 from vla_eval.types import EpisodeRecord, Image, Outcome, RunManifest
 
 INSTRUCTIONS = ("put the bowl on the plate", "öffne die Schublade")
@@ -84,7 +86,24 @@ def make_run() -> MakeRun:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope="session")
+def videos_decoded_once() -> Iterator[None]:
+    """The same video, to the last byte, is decoded once: most copies of the dataset are spoilt elsewhere."""
+    found = dict[bytes, Decoded]()
+
+    def once(path: Path) -> Decoded:
+        key = path.read_bytes()
+        if key not in found:
+            found[key] = decode(path)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (lerobot_check, lerobot_v3):
+            patch.setattr(module, "decode", once)
+        yield
+
+
+@pytest.fixture(scope="session")
 def draw_views() -> object:
     """The studio."""
     return studio

@@ -23,14 +23,18 @@ MakeRun = Callable[..., RunFolder]
 CAMERA = "observation.images.image"
 
 
-def both(tmp_path: Path, run: RunFolder, studio: Any) -> tuple[Path, Path]:
-    write([run], tmp_path / "v2", size=32, studio=studio)
-    write([run], tmp_path / "v3", size=32, studio=studio, version="v3.0")
-    return tmp_path / "v2", tmp_path / "v3"
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, make_run: MakeRun, draw_views: Any) -> tuple[Path, Path]:
+    """One run in the layout of v2.1 and in that of v3.0, to read."""
+    folder = tmp_path_factory.mktemp("both")
+    run = make_run(folder)
+    write([run], folder / "v2", size=32, studio=draw_views)
+    write([run], folder / "v3", size=32, studio=draw_views, version="v3.0")
+    return folder / "v2", folder / "v3"
 
 
-def test_rows_follow_one_another_in_one_file(tmp_path: Path, make_run: MakeRun, draw_views: Any) -> None:
-    v2, v3 = both(tmp_path, make_run(tmp_path), draw_views)
+def test_rows_follow_one_another_in_one_file(both: tuple[Path, Path]) -> None:
+    v2, v3 = both
     rows = pq.read_table(v3 / "data/chunk-000/file-000.parquet")
     assert rows.equals(pa.concat_tables(pq.read_table(file) for file in sorted(v2.glob("data/*/*.parquet"))))
     episodes = pq.read_table(v3 / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
@@ -43,8 +47,8 @@ def test_rows_follow_one_another_in_one_file(tmp_path: Path, make_run: MakeRun, 
     assert [path.name for path in v3.iterdir() if path.name.startswith(("v2", "."))] == []
 
 
-def test_each_episode_s_pictures_lie_where_its_line_says(tmp_path: Path, make_run: MakeRun, draw_views: Any) -> None:
-    _, v3 = both(tmp_path, make_run(tmp_path), draw_views)
+def test_each_episode_s_pictures_lie_where_its_line_says(both: tuple[Path, Path]) -> None:
+    _, v3 = both
     film = decode(v3 / "videos" / CAMERA / "chunk-000/file-000.mp4")
     assert (film.frames, film.fps) == (74, 20.0)
     episodes = pq.read_table(v3 / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
@@ -59,7 +63,8 @@ def test_a_full_file_is_followed_by_the_next(tmp_path: Path, make_run: MakeRun, 
     for limit in ("DATA_FILE_MB", "VIDEO_FILE_MB"):
         monkeypatch.setattr(lerobot_v3, limit, 0)
     monkeypatch.setattr(lerobot_v3, "FILES_A_FOLDER", 2)
-    _, v3 = both(tmp_path, make_run(tmp_path), draw_views)
+    v3 = tmp_path / "v3"
+    write([make_run(tmp_path)], v3, size=32, studio=draw_views, version="v3.0")
     episodes = pq.read_table(v3 / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
     for what in ("data", f"videos/{CAMERA}"):
         assert [(one[f"{what}/chunk_index"], one[f"{what}/file_index"]) for one in episodes] == [(0, 0), (0, 1), (1, 0)]
@@ -75,8 +80,8 @@ def test_tasks_are_looked_up_by_their_sentence(tmp_path: Path, make_run: MakeRun
     assert tasks.iloc[0].name == "put the bowl on the plate"
 
 
-def test_info_and_statistics_are_those_of_v3(tmp_path: Path, make_run: MakeRun, draw_views: Any) -> None:
-    v2, v3 = both(tmp_path, make_run(tmp_path), draw_views)
+def test_info_and_statistics_are_those_of_v3(both: tuple[Path, Path]) -> None:
+    v2, v3 = both
     info = json.loads((v3 / "meta/info.json").read_text())
     assert info["codebase_version"] == "v3.0"
     assert info["features"]["action"]["fps"] == 20

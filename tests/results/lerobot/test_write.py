@@ -235,9 +235,11 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path, make_run: MakeR
         ({"size": 48}, "choose the same --size"),
     ],
 )
-def test_what_does_not_fit_is_not_added(options: dict[str, Any], match: str, tmp_path: Path, make_run: MakeRun, draw_views: Studio) -> None:
-    write([make_run(tmp_path)], tmp_path / "out", size=16, studio=draw_views)
-    refused(match, tmp_path, make_run(tmp_path, run_id="b"), append=True, **({"size": 16, "studio": draw_views} | options))
+def test_what_does_not_fit_is_not_added(
+    options: dict[str, Any], match: str, dataset: Path, tmp_path: Path, make_run: MakeRun, draw_views: Studio
+) -> None:
+    dataset.rename(tmp_path / "out")
+    refused(match, tmp_path, make_run(tmp_path, run_id="b"), append=True, **({"size": 32, "studio": draw_views} | options))
 
 
 def test_a_run_without_a_written_episode_is_refused(tmp_path: Path, make_run: MakeRun) -> None:
