@@ -169,14 +169,14 @@ def test_only_successes_are_written_when_asked(tmp_path: Path, make_run: MakeRun
     assert list(check(tmp_path / "out")) == []
 
 
-def test_appending_keeps_indices_and_statistics_right(tmp_path: Path, make_run: MakeRun, draw_views: Studio) -> None:
+def test_appending_keeps_indices_and_statistics_right(dataset: Path, tmp_path: Path, make_run: MakeRun, draw_views: Studio) -> None:
+    """`dataset` was written from the first run."""
     first, second = make_run(tmp_path), make_run(tmp_path, [(1, 5, "success", 40), (0, 5, "success", 19)], "another-run")
-    write([first], tmp_path / "grown", size=16, studio=draw_views)
-    written = write([second], tmp_path / "grown", size=16, studio=draw_views, append=True)
+    written = write([second], dataset, size=32, studio=draw_views, append=True)
     assert (written.episodes, written.total_episodes, written.frames, written.total_frames) == (2, 5, 59, 133)
-    write([first, second], tmp_path / "whole", size=16, studio=draw_views)
-    assert bytes_of(tmp_path / "grown") == bytes_of(tmp_path / "whole")
-    assert list(check(tmp_path / "grown")) == []
+    write([first, second], tmp_path / "whole", size=32, studio=draw_views)
+    assert bytes_of(dataset) == bytes_of(tmp_path / "whole")
+    assert list(check(dataset)) == []
 
 
 def test_nothing_but_the_dataset_is_left_beside_it(tmp_path: Path, make_run: MakeRun) -> None:
