@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import stat
 import sys
-from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,7 +63,7 @@ def test_a_checkout_without_links_is_refused_in_one_sentence(tmp_path: Path, mon
 
 
 def test_the_other_project_of_that_name_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "packages_distributions", lambda: {**packages_distributions(), "vla_eval": ["vla-eval-trt", "vla-eval"]})
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"vla_eval": ["vla-eval-trt", "vla-eval"]})
     line = doctor._installation()
     assert line.state == "fail"
     assert "pip uninstall vla-eval;" in line.mend
