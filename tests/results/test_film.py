@@ -21,12 +21,11 @@ BLACK: Image = np.zeros((16, 16, 3), np.uint8)
 
 def decoded(path: Path) -> tuple[np.ndarray, float]:
     """[N, H, W, 3] frames, and frames a second."""
-    command = [get_ffmpeg_exe(), "-loglevel", "error", "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
-    raw = subprocess.run(command, capture_output=True, check=True).stdout
-    about = subprocess.run([get_ffmpeg_exe(), "-i", str(path)], capture_output=True, text=True, check=False).stderr
-    found = re.search(r", (\d+)x(\d+).* ([\d.]+) fps", about)
+    command = [get_ffmpeg_exe(), "-i", str(path), "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    found = re.search(r", (\d+)x(\d+).* ([\d.]+) fps", done.stderr.decode())  # of the file: what comes out is said after it
     assert found
-    return np.frombuffer(raw, np.uint8).reshape(-1, int(found[2]), int(found[1]), 3), float(found[3])
+    return np.frombuffer(done.stdout, np.uint8).reshape(-1, int(found[2]), int(found[1]), 3), float(found[3])
 
 
 def decibels(found: np.ndarray, wanted: np.ndarray) -> float:
