@@ -10,6 +10,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -50,11 +51,31 @@ for words in {commands!r}:
     return [(int(code), json.loads(told)) for told, code in zip(lines[::2], lines[1::2], strict=True)], done.stderr
 
 
-def test_list_shows_what_it_brings(environment: dict[str, str], tmp_path: Path) -> None:
-    code, told, _ = vla_eval(environment, tmp_path, "list")
+class Told(NamedTuple):
+    folder: Path  # where they were asked
+    by: dict[str, tuple[int, dict[str, object]]]
+
+
+@pytest.fixture(scope="module")
+def told(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Exit code and JSON of short commands that do not depend on each other."""
+    short = ("--trials", "1", "--workers", "0", "--policy", "steady", "--task")
+    commands = {
+        "list": ("list",),
+        "option": ("run", *short, "counter/1", "--option", "gain=0"),
+        "misspelt": ("run", *short, "counter/1", "--option", "gian=0"),
+        "elsewhere": ("run", *short, "toy/0", "--out", "elsewhere"),
+    }
+    folder = tmp_path_factory.mktemp("told")
+    answers, _ = vla_evals(environment, folder, *commands.values())
+    return Told(folder, dict(zip(commands, answers, strict=True)))
+
+
+def test_list_shows_what_it_brings(told: Told) -> None:
+    code, listed = told.by["list"]
     assert code == 0
-    assert told["suites"]["counter"] == {"counter@v1": {"tasks": 2, "max_steps": 20, "trials": None}}  # type: ignore[index]
-    assert "steady" in told["policies"]  # type: ignore[operator]
+    assert listed["suites"]["counter"] == {"counter@v1": {"tasks": 2, "max_steps": 20, "trials": None}}  # type: ignore[index]
+    assert "steady" in listed["policies"]  # type: ignore[operator]
 
 
 def test_its_policy_plays_its_tasks_and_is_filmed_meanwhile(environment: dict[str, str], tmp_path: Path) -> None:
@@ -69,20 +90,20 @@ def test_its_policy_plays_its_tasks_and_is_filmed_meanwhile(environment: dict[st
     assert "run it with --video" in str(refusal["error"])
 
 
-def test_its_options_arrive(environment: dict[str, str], tmp_path: Path) -> None:
-    words = ("run", "--task", "counter/1", "--policy", "steady", "--trials", "1", "--workers", "0", "--option", "gain=0")
-    ((code, told), (refused, refusal)), err = vla_evals(environment, tmp_path, words, (*words[:-1], "gian=0"))
-    assert code == 0, err
-    assert told["failure"] == 1
-    assert refused == 2
+def test_its_options_arrive(told: Told) -> None:
+    code, played = told.by["option"]
+    assert code == 0, played
+    assert played["failure"] == 1
+    code, refusal = told.by["misspelt"]
+    assert code == 2
     assert "did you mean 'gain'?" in str(refusal["error"])
 
 
-def test_a_policy_that_needs_what_its_environment_lacks_is_refused(environment: dict[str, str], tmp_path: Path) -> None:
-    code, told, _ = vla_eval(environment, tmp_path, "run", "--task", "toy/0", "--policy", "steady", "--trials", "1", "--workers", "0")
+def test_a_policy_that_needs_what_its_environment_lacks_is_refused(told: Told) -> None:
+    code, refusal = told.by["elsewhere"]
     assert code == 2
-    assert "front" in str(told["error"])
-    assert not (tmp_path / "videos").exists() or not list((tmp_path / "videos").iterdir())
+    assert "front" in str(refusal["error"])
+    assert not (told.folder / "elsewhere").exists() or not list((told.folder / "elsewhere").iterdir())
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(environment: dict[str, str], tmp_path: Path) -> None:
