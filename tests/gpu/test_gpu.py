@@ -189,6 +189,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(made: Make) -> None:
 
 
 def test_nothing_leaks_over_a_thousand_requests_nor_from_a_closed_policy(made: Make) -> None:
+    """By the card's free memory: fails where anything else takes memory there meanwhile, another process of the suite too."""
     bundle = made("gr00t", "fp16")
     card = Card()
     policy = open_policy(bundle, backend="tensorrt")
