@@ -86,9 +86,11 @@ class Summary:
 
     def _value(self, d: int, rank: int) -> float:
         upper, inside = self._bin(d, rank)
-        counts = self._lower[d, upper]
-        found = np.flatnonzero(counts)  # few of 65,536
-        lower = int(found[np.searchsorted(np.cumsum(counts[found]), inside, side="right")])
+        counts = self._lower[d, upper].reshape(256, 256)  # by the first and the last eight of the lower bits
+        running = counts.sum(axis=1).cumsum()
+        row = int(np.searchsorted(running, inside, side="right"))
+        inside -= int(running[row - 1]) if row else 0
+        lower = row << 8 | int(np.searchsorted(counts[row].cumsum(), inside, side="right"))
         key = np.uint32(upper << 16 | lower)
         bits = key ^ np.uint32(0x80000000) if key >> np.uint32(31) else ~key
         return float(np.array(bits, np.uint32).view(np.float32))
