@@ -133,7 +133,7 @@ def one_bundle(
                 held_against(parts, f"{name} plans", asked, bundle, policy, truth)
         policy = None
         gc.collect()
-        parts(f"{name} load, plans, cached", lambda note: opened(note, bundle, kernels="no") and None)
+        parts(f"{name} load, plans, cached", lambda note: opened(note, bundle, kernels="no"))
         gc.collect()
     shutil.rmtree(out)
     return single

@@ -13,15 +13,11 @@ LOADED: dict[str, Any] = {}  # by what the files hold
 
 
 @pytest.fixture(autouse=True, scope="module")
-def graphs_loaded_once(request: pytest.FixtureRequest) -> Iterator[None]:
+def graphs_loaded_once() -> Iterator[None]:
     """The same graph, to the last byte, is one session for all engines of it, which keeps nothing of what it has answered.
 
     Of one thread: waking a second takes longer than a tiny graph's operators, and the other process of the suite wants the core.
-    Tests of a bundle's policy have sessions as the product makes them: what a row or a neighbour may not change could change there.
     """
-    if "test_bundle_" in request.module.__name__:
-        yield
-        return
     import onnxruntime
 
     load = onnxruntime.InferenceSession

@@ -463,7 +463,7 @@ class Run:
         poll = select.poll()
         for fileno in busy:
             poll.register(fileno, select.POLLIN)
-        heard = dict(poll.poll(1000 * max(self._wait_seconds(), 0.0)))
+        heard = {fileno for fileno, _ in poll.poll(1000 * max(self._wait_seconds(), 0.0))}
         for fileno, seat in busy.items():
             worker, job = seat.worker, seat.job
             if worker is None or job is None:
@@ -543,7 +543,7 @@ class Run:
                 continue
             with contextlib.suppress(WireError):  # the next look at its socket finds it dead
                 if isinstance(answer, Answer):
-                    chunk = {"actions": answer.chunk.actions, "seconds": dict(answer.chunk.seconds), "memory": answer.chunk.memory}
+                    chunk = shallow(answer.chunk) | {"seconds": dict(answer.chunk.seconds)}
                     reply = {"kind": "chunk", "chunk": chunk, "seconds": answer.seconds, "batch": answer.batch}
                 else:
                     reply = {"kind": "raised", "error": told(answer)}

@@ -45,6 +45,11 @@ ROUNDING = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True, scope="module")
+def graphs_loaded_once() -> None:
+    """Not here: what a row or a neighbour may not change could change in sessions as the product makes them."""
+
+
 def reference(tag: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The recorded arrays, and the observation in them."""
     file, text = ASKED[tag]

@@ -56,6 +56,11 @@ ROUNDING = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def graphs_loaded_once() -> None:
+    """Not here: what a row or a neighbour may not change could change in sessions as the product makes them."""
+
+
 def reference(robot: str) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """The recorded arrays, and the request in them."""
     arrays = read_npz(GOLDEN / robot / "reference.npz")
